@@ -1,0 +1,40 @@
+"""Strict mode for every test: checked shapes, strict dtypes and ranks, one compilation cache."""
+
+import os
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CHECKED_PACKAGES = ("jpaged.core", "jpaged.ops", "jpaged.models")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Before anything imports jax or jpaged: both are set up by what they find then.
+    selected = config.option.markexpr
+    if "gpu" not in selected or "not gpu" in selected:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+
+    import jax
+    from jaxtyping import install_import_hook
+
+    from tests import typecheck
+
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    install_import_hook(CHECKED_PACKAGES, f"{typecheck.__name__}.check")
+
+    hypothesis.settings.register_profile("jpaged", deadline=None, database=None)
+    hypothesis.settings.load_profile("jpaged")
+
+
+@pytest.fixture(scope="session")
+def shared_fixtures() -> Path:
+    """The folder of recorded reference data for the wide sweeps, outside the repository."""
+    folder = Path(os.environ.get("JPAGED_SHARED", ROOT.parent / "shared"))
+    if not (folder / "fixtures").is_dir():
+        pytest.skip(f"no recorded references in {folder}; name their folder in JPAGED_SHARED")
+    return folder
