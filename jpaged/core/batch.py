@@ -11,12 +11,16 @@ b for row b, granted or not; the tokens of the other rows follow, ragged, and pa
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax.numpy as jnp
 from flax import struct
 
 from jpaged.ops.kv_cache import LayerKV
 from jpaged.typing import Array, Float, Int
+
+if TYPE_CHECKING:
+    from jpaged.core.state import Rows
 
 KVCache = tuple[LayerKV, ...]
 
@@ -46,3 +50,49 @@ class Forward(NamedTuple):
 
     hidden: Callable[[Any, Batch, KVCache], tuple[Float[Array, "T D"], KVCache]]
     logits: Callable[[Any, Float[Array, "B D"]], Float[Array, "B V"]]
+
+
+def make_batch(
+    rows: "Rows",
+    row_ids: Int[Array, " B"],
+    num_new: Int[Array, " B"],
+    *,
+    num_tokens: int,
+    num_decode_rows: int,
+) -> Batch:
+    """Packs the next `num_new[b]` tokens after each row's context.
+
+    num_new: at most 1 for the first `num_decode_rows` rows, at most `num_tokens - num_decode_rows`
+        for the others together; their blocks are reserved. Rows with 0 take no part.
+    num_tokens: T, static. Rows' contexts are those before this step's writes.
+    """
+    B, S = row_ids.shape[0], rows.block_size
+    start_loc = _start_loc(num_new, num_decode_rows)
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    token_rows = jnp.searchsorted(start_loc[1:], token, side="right").astype(jnp.int32)
+    is_token = token_rows < B
+    token_rows = jnp.minimum(token_rows, B - 1)
+    offset = token - start_loc[token_rows]
+    is_token &= offset < num_new[token_rows]  # a decode row that was granted nothing
+
+    context_len = rows.context_len[row_ids]
+    positions = jnp.where(is_token, context_len[token_rows] + offset, 0)
+    table = rows.block_table[row_ids]
+    slot = table[token_rows, positions // S] * S + positions % S
+    return Batch(
+        token_ids=jnp.where(is_token, rows.token_ids[row_ids[token_rows], positions], 0),
+        positions=positions,
+        token_rows=token_rows,
+        slot_mapping=jnp.where(is_token, slot, 0),
+        context_lens=jnp.where(num_new > 0, context_len + num_new, 0),
+        prompt_lens=rows.prompt_len[row_ids],
+        block_table=table,
+        query_start_loc=start_loc,
+        num_decode_rows=num_decode_rows,
+    )
+
+
+def _start_loc(num_new: Int[Array, " B"], num_decode_rows: int) -> Int[Array, " B+1"]:
+    width = jnp.where(jnp.arange(num_new.shape[0]) < num_decode_rows, 1, num_new)
+    ends = jnp.cumsum(width, dtype=jnp.int32)
+    return jnp.concatenate([jnp.zeros(1, jnp.int32), ends])

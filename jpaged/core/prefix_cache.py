@@ -1,0 +1,131 @@
+"""Prefix caching: hash what a block holds, find blocks by hash, publish blocks that became full.
+
+A token's hash is a keyed 128-bit value of (position, token): two threefry calls under halves of the
+engine's `hash_key`. Along a prefix the token hashes are XORed, so any number of tokens is hashed in
+parallel and a decode step extends the value by one XOR. The running value at a block's end, XORed
+with the row's root, is that block's key: it names the whole prefix, not the block alone.
+XOR is linear, hence hash values are safe only while unseen: they are never logged or exported.
+"""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.random import threefry_2x32
+
+from jpaged.core.batch import Batch
+from jpaged.core.state import BlockPool, Rows
+from jpaged.core.block_pool import is_hashed, publish
+from jpaged.ops.kv_cache import NULL_BLOCK
+from jpaged.typing import Array, Bool, Int, UInt32
+
+_ROOT_POSITION = 0xFFFFFFFF  # no token has it: separates the root's hash from the tokens'
+
+
+def hash_tokens(
+    key: UInt32[Array, " 4"], token_ids: Int[Array, "*shape"], positions: Int[Array, "*shape"]
+) -> UInt32[Array, "*shape 4"]:
+    """Keyed hash of each (position, token) on its own."""
+    return _hash_words(key, positions.astype(jnp.uint32), token_ids.astype(jnp.uint32))
+
+
+def _hash_words(
+    key: UInt32[Array, " 4"], high: UInt32[Array, "*shape"], low: UInt32[Array, "*shape"]
+) -> UInt32[Array, "*shape 4"]:
+    count = jnp.concatenate([high.reshape(-1), low.reshape(-1)])
+    halves = [threefry_2x32((half[0], half[1]), count).reshape(2, -1) for half in (key[:2], key[2:])]
+    return jnp.concatenate(halves).T.reshape(*high.shape, 4)
+
+
+def hash_root(
+    key: UInt32[Array, " 4"],
+    request_root: UInt32[Array, "A 4"],
+    weights_version: UInt32[Array, ""],
+) -> UInt32[Array, "A 4"]:
+    """What a row's KV depends on besides its tokens: the request's own digest and the weights."""
+    return request_root ^ _hash_words(key, jnp.uint32(_ROOT_POSITION), weights_version)
+
+
+def running_xor(hashes: UInt32[Array, "*shape 4"]) -> UInt32[Array, "*shape 4"]:
+    """Prefix XOR along the last axis but one."""
+    return lax.associative_scan(jnp.bitwise_xor, hashes, axis=hashes.ndim - 2)
+
+
+def match_prefix(
+    pool: BlockPool, hashes: UInt32[Array, "A M 4"], num_full: Int[Array, " A"]
+) -> tuple[Int[Array, "A M"], Int[Array, " A"]]:
+    """Cached blocks that hold the first blocks of A prefixes.
+
+    num_full: how many of the hashes may be used. Returns ids[A, M], the null block past the hits,
+    and the number of hits: the length of the unbroken run from the start.
+
+    Blocks are sorted by the first 64 bits of their hash and found by bisection, N log N + A M log N
+    instead of A M N; the whole 128 bits are compared at the end, so that a clash is a miss.
+    """
+    all_ids = jnp.arange(pool.ref_count.shape[0], dtype=jnp.int32)
+    word0, word1, block_ids = lax.sort(
+        (pool.block_hash[:, 0], pool.block_hash[:, 1], all_ids), num_keys=2
+    )
+    place = _lower_bound(word0, word1, hashes[..., 0], hashes[..., 1])
+    ids = block_ids[jnp.minimum(place, block_ids.shape[0] - 1)]
+    found = jnp.all(pool.block_hash[ids] == hashes, axis=-1) & is_hashed(pool)[ids]
+    column = jnp.arange(hashes.shape[1], dtype=jnp.int32)
+    hit = jnp.cumprod(found & (column < num_full[:, None]), axis=1, dtype=jnp.int32)
+    return jnp.where(hit == 1, ids, NULL_BLOCK), jnp.sum(hit, axis=1, dtype=jnp.int32)
+
+
+def _lower_bound(
+    word0: UInt32[Array, " N"],
+    word1: UInt32[Array, " N"],
+    query0: UInt32[Array, "A M"],
+    query1: UInt32[Array, "A M"],
+) -> Int[Array, "A M"]:
+    """First index whose (word0, word1) is not below the query: `searchsorted` on 64-bit keys."""
+    N = word0.shape[0]
+
+    def halve(_, bounds):
+        low, high = bounds
+        middle = (low + high) // 2
+        at0, at1 = word0[middle], word1[middle]
+        below = (at0 < query0) | ((at0 == query0) & (at1 < query1))
+        below &= low < high
+        return jnp.where(below, middle + 1, low), jnp.where(below, high, middle)
+
+    start = (jnp.zeros(query0.shape, jnp.int32), jnp.full(query0.shape, N, jnp.int32))
+    return lax.fori_loop(0, N.bit_length(), halve, start)[0]
+
+
+def prefix_block_hashes(
+    token_hash: UInt32[Array, "A P 4"], root: UInt32[Array, "A 4"], *, block_size: int
+) -> tuple[UInt32[Array, "A P 4"], UInt32[Array, "A M 4"]]:
+    """Running hashes of A token lists, and the keys of their full blocks."""
+    running = running_xor(token_hash)
+    return running, running[:, block_size - 1 :: block_size] ^ root[:, None]
+
+
+def seal_blocks(
+    pool: BlockPool,
+    rows: Rows,
+    row_ids: Int[Array, " B"],
+    batch: Batch,
+    hash_key: UInt32[Array, " 4"],
+    is_good: Bool[Array, " B"],
+) -> tuple[BlockPool, Rows]:
+    """Extends the rows' running hashes by this step's tokens and publishes blocks they filled.
+
+    Rows that are not `is_good` (their numbers went wrong) publish nothing.
+    """
+    S = rows.block_size
+    start, end = batch.query_start_loc[:-1], batch.query_start_loc[1:]
+    is_token = batch.slot_mapping != 0  # slot 0 belongs to the null block
+    token_hash = hash_tokens(hash_key, batch.token_ids, batch.positions)
+    total = running_xor(jnp.where(is_token[:, None], token_hash, 0))
+    total = jnp.concatenate([jnp.zeros((1, 4), jnp.uint32), total])
+    before = rows.prefix_hash[row_ids] ^ total[start]
+
+    running = before[batch.token_rows] ^ total[1:]
+    is_full = is_token & (batch.positions % S == S - 1) & is_good[batch.token_rows]
+    block_ids = jnp.where(is_full, batch.slot_mapping // S, NULL_BLOCK)
+    pool = publish(pool, block_ids, running ^ rows.root[row_ids][batch.token_rows])
+    prefix_hash = rows.prefix_hash.at[row_ids].set(before ^ total[end])
+    return pool, replace(rows, prefix_hash=prefix_hash)
