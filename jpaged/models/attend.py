@@ -1,0 +1,68 @@
+"""Attention as a model sees it: a function given from outside, paged or dense.
+
+A layer hands over its queries, keys and values, and its KV if there is one; it gets the attended
+values and the KV back. Which tokens see which is not its business.
+"""
+
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jpaged.ops.kv_cache import LayerKV
+from jpaged.typing import Array, Float
+
+
+class AttendFn(Protocol):
+    """(queries, keys, values, kv) -> (attended values, kv). `scale` multiplies the scores."""
+
+    def __call__(
+        self,
+        q: Float[Array, "T H C"],
+        k: Float[Array, "T K C"],
+        v: Float[Array, "T K C"],
+        kv: LayerKV | None,
+        *,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+    ) -> tuple[Float[Array, "T H C"], LayerKV | None]: ...
+
+
+def dense_attend(
+    q: Float[Array, "T H C"],
+    k: Float[Array, "T K C"],
+    v: Float[Array, "T K C"],
+    kv: LayerKV | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> tuple[Float[Array, "T H C"], LayerKV | None]:
+    """Causal attention over one sequence, differentiable; `vmap` it for a batch.
+
+    Padding on the right needs no mask: no earlier token sees it. `kv` is passed through.
+    """
+    T, H, C = q.shape
+    K = k.shape[1]
+    q = q.reshape(T, K, H // K, C)
+    scores_KGTT = scale * _einsum("tkgc,pkc->kgtp", q, k)
+    if soft_cap is not None:
+        scores_KGTT = soft_cap * jnp.tanh(scores_KGTT / soft_cap)
+    visible = _visible(T, window)[None, None]
+    weights = jax.nn.softmax(jnp.where(visible, scores_KGTT, -jnp.inf), axis=-1)
+    out = _einsum("kgtp,pkc->tkgc", weights.astype(v.dtype), v)
+    return out.astype(v.dtype).reshape(T, H, C), kv
+
+
+def _visible(T: int, window: int | None) -> Array:
+    """bool[T T]: whether the query of a row sees the key of a column."""
+    distance = jnp.arange(T)[:, None] - jnp.arange(T)[None, :]
+    return (distance >= 0) & (distance < (T if window is None else window))
+
+
+def _einsum(spec: str, x: Array, y: Array) -> Array:
+    return jnp.einsum(
+        spec, x, y, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )

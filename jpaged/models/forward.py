@@ -1,0 +1,65 @@
+"""Models as pure functions of their parameters: `Forward` for the engine, dense for training."""
+
+import functools as ft
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jpaged.model_config import ModelConfig
+from jpaged.models.attend import dense_attend
+from jpaged.models.llama import CausalLM
+from jpaged.models.registry import abstract_model, abstract_params
+from jpaged.typing import Array, Float, Int, Params
+
+
+def bind(config: ModelConfig, params: Params, *, fused: bool) -> CausalLM:
+    """The module of a tree of parameters, real or traced."""
+    graphdef, _ = abstract_model(config, fused=fused)
+    return nnx.merge(graphdef, params)
+
+
+@ft.lru_cache(maxsize=16)
+def dense_forward(
+    config: ModelConfig, *, fused: bool = False
+) -> Callable[[Params, Int[Array, " T"]], Float[Array, "T V"]]:
+    """(params, token_ids) -> float32 logits after each token of one whole sequence.
+
+    For training and as the engine's reference: no KV cache, differentiable; `vmap` over token_ids
+    for a batch. Takes the canonical tree, or with `fused` the serving tree.
+    """
+
+    def forward(params: Params, token_ids: Int[Array, " T"]) -> Float[Array, "T V"]:
+        model = bind(config, params, fused=fused)
+        positions = jnp.arange(len(token_ids))
+        lengths = jnp.full_like(positions, len(token_ids))
+        no_kv = (None,) * config.num_layers
+        hidden, _ = model.model(token_ids, positions, lengths, no_kv, dense_attend)
+        return model.logits(hidden)
+
+    return forward
+
+
+def init_params(config: ModelConfig, key: jax.Array, dtype: DTypeLike) -> dict[str, Any]:
+    """A random canonical tree: matrices N(0, 0.02), norms that multiply by one, zero biases."""
+    leaves, treedef = jax.tree.flatten_with_path(abstract_params(config, dtype))
+    keys = jax.random.split(key, len(leaves))
+    return jax.tree.unflatten(
+        treedef,
+        [
+            _init_leaf(config, path[-1].key, leaf, k)
+            for (path, leaf), k in zip(leaves, keys, strict=True)
+        ],
+    )
+
+
+def _init_leaf(
+    config: ModelConfig, name: str, leaf: jax.ShapeDtypeStruct, key: jax.Array
+) -> jax.Array:
+    if leaf.ndim == 2:
+        return (0.02 * jax.random.normal(key, leaf.shape, jnp.float32)).astype(leaf.dtype)
+    is_one = name == "weight" and not config.norm_offset
+    return jnp.full(leaf.shape, 1.0 if is_one else 0.0, leaf.dtype)

@@ -1,0 +1,210 @@
+"""The Llama family as one decoder: Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3.
+
+`ModelConfig` says what a model has; nothing here asks for its name. Attribute paths are those of
+Hugging Face checkpoints, so a parameter's path is its checkpoint name. The same classes run two
+trees of weights: the canonical one (Hugging Face's matrices, `[out, in]`) and, with `fused=True`,
+the serving one that `prepare` makes (qkv and gate-up fused, `[in, out]`, an LM head of its own).
+"""
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jpaged.model_config import LayerConfig, ModelConfig, RopeConfig
+from jpaged.models.attend import AttendFn
+from jpaged.ops.activation import ACTIVATIONS
+from jpaged.ops.kv_cache import LayerKV
+from jpaged.ops.linear import linear
+from jpaged.ops.norm import offset_rms_norm, rms_norm
+from jpaged.ops.rope import apply_rope, rope_angles
+from jpaged.typing import Array, Float, Int
+
+Angles = tuple[Array, Array]  # cos and sin, from `rope_angles`
+
+
+class Linear(nnx.Module):
+    """A weight, `[out, in]` or, when fused, `[in, out]`, and perhaps a bias."""
+
+    def __init__(self, num_in: int, num_out: int, *, bias: bool = False, fused: bool):
+        self.fused = fused
+        self.weight = nnx.Param(jnp.zeros((num_in, num_out) if fused else (num_out, num_in)))
+        self.bias = nnx.Param(jnp.zeros(num_out)) if bias else None
+
+    def __call__(self, x: Float[Array, "T D"], dtype: jnp.dtype | None = None) -> Array:
+        weight = self.weight[...] if self.fused else self.weight[...].T
+        y = linear(weight, x, dtype or x.dtype)
+        return y if self.bias is None else y + jnp.broadcast_to(self.bias[...], y.shape)
+
+
+class Embedding(nnx.Module):
+    def __init__(self, vocab_size: int, hidden_size: int):
+        self.weight = nnx.Param(jnp.zeros((vocab_size, hidden_size)))
+
+    def __call__(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
+        return self.weight[...][token_ids]
+
+
+class Norm(nnx.Module):
+    def __init__(self, size: int, config: ModelConfig):
+        self.weight = nnx.Param(jnp.zeros(size))
+        self.eps = config.rms_norm_eps
+        self.norm = offset_rms_norm if config.norm_offset else rms_norm
+
+    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        return self.norm(x, self.weight[...], eps=self.eps)
+
+
+class Attention(nnx.Module):
+    def __init__(self, config: ModelConfig, layer: LayerConfig, *, fused: bool):
+        self.config, self.layer = config, layer
+        D, C = config.hidden_size, config.head_dim
+        self.widths = tuple(n * C for n in (config.num_heads, *(config.num_kv_heads,) * 2))
+        if fused:
+            self.qkv_proj = Linear(D, sum(self.widths), bias=config.qkv_bias, fused=True)
+        else:
+            self.q_proj, self.k_proj, self.v_proj = (
+                Linear(D, width, bias=config.qkv_bias, fused=False) for width in self.widths
+            )
+        self.o_proj = Linear(config.num_heads * C, D, bias=config.o_bias, fused=fused)
+        self.q_norm = Norm(C, config) if config.qk_norm else None
+        self.k_norm = Norm(C, config) if config.qk_norm else None
+        self.fused = fused
+
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        angles: Angles | None,
+        kv: LayerKV | None,
+        attend: AttendFn,
+    ) -> tuple[Float[Array, "T D"], LayerKV | None]:
+        q, k, v = (y.reshape(len(x), -1, self.config.head_dim) for y in self._qkv(x))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if angles is not None:
+            q, k = apply_rope(q, *angles), apply_rope(k, *angles)
+        out, kv = attend(
+            q,
+            k,
+            v,
+            kv,
+            scale=self.config.attention_scale,
+            window=self.layer.window,
+            soft_cap=self.config.attention_soft_cap,
+        )
+        return self.o_proj(out.reshape(len(x), -1)), kv
+
+    def _qkv(self, x: Float[Array, "T D"]) -> tuple[Array, ...]:
+        if self.fused:
+            num_q, num_k, _ = self.widths
+            return tuple(jnp.split(self.qkv_proj(x), (num_q, num_q + num_k), axis=-1))
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
+
+class MLP(nnx.Module):
+    def __init__(self, config: ModelConfig, *, fused: bool):
+        D, F, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        if fused:
+            self.gate_up_proj = Linear(D, 2 * F, bias=bias, fused=True)
+        else:
+            self.gate_proj = Linear(D, F, bias=bias, fused=False)
+            self.up_proj = Linear(D, F, bias=bias, fused=False)
+        self.down_proj = Linear(F, D, bias=bias, fused=fused)
+        self.activation = ACTIVATIONS[config.activation]
+        self.fused = fused
+
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        if self.fused:
+            gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
+        else:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(self.activation(gate) * up)
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and MLP, each added to the stream of hidden states.
+
+    With `post_norms` (Gemma 2, 3) their results are normalized too, and checkpoints then call the
+    norm before the MLP `pre_feedforward_layernorm` and the one after attention what Llama calls
+    the one before the MLP.
+    """
+
+    def __init__(self, config: ModelConfig, layer: LayerConfig, *, fused: bool):
+        D = config.hidden_size
+        self.self_attn = Attention(config, layer, fused=fused)
+        self.mlp = MLP(config, fused=fused)
+        self.input_layernorm = Norm(D, config)
+        self.post_attention_layernorm = Norm(D, config)
+        self.pre_feedforward_layernorm = Norm(D, config) if config.post_norms else None
+        self.post_feedforward_layernorm = Norm(D, config) if config.post_norms else None
+
+    def __call__(
+        self,
+        hidden: Float[Array, "T D"],
+        angles: Angles | None,
+        kv: LayerKV | None,
+        attend: AttendFn,
+    ) -> tuple[Float[Array, "T D"], LayerKV | None]:
+        attended, kv = self.self_attn(self.input_layernorm(hidden), angles, kv, attend)
+        if self.pre_feedforward_layernorm is None or self.post_feedforward_layernorm is None:
+            hidden = hidden + attended
+            return hidden + self.mlp(self.post_attention_layernorm(hidden)), kv
+        hidden = hidden + self.post_attention_layernorm(attended)
+        transformed = self.mlp(self.pre_feedforward_layernorm(hidden))
+        return hidden + self.post_feedforward_layernorm(transformed), kv
+
+
+class Decoder(nnx.Module):
+    """Token ids to the last hidden states, through all layers."""
+
+    def __init__(self, config: ModelConfig, *, fused: bool):
+        self.config = config
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nnx.List(DecoderLayer(config, layer, fused=fused) for layer in config.layers)
+        self.norm = Norm(config.hidden_size, config)
+
+    def __call__(
+        self,
+        token_ids: Int[Array, " T"],
+        positions: Int[Array, " T"],
+        lengths: Int[Array, " T"],
+        kv: tuple[LayerKV | None, ...],
+        attend: AttendFn,
+    ) -> tuple[Float[Array, "T D"], tuple[LayerKV | None, ...]]:
+        """Runs T tokens; `lengths` as in `rope_angles`, one `kv` a layer."""
+        hidden = self.embed_tokens(token_ids)
+        if self.config.embedding_scale is not None:
+            hidden = hidden * jnp.asarray(self.config.embedding_scale, hidden.dtype)
+        angles = self._angles(positions, lengths)
+        new_kv = []
+        for layer, layer_config, layer_kv in zip(self.layers, self.config.layers, kv, strict=True):
+            hidden, layer_kv = layer(hidden, angles[layer_config.rope], layer_kv, attend)
+            new_kv.append(layer_kv)
+        return self.norm(hidden), tuple(new_kv)
+
+    def _angles(
+        self, positions: Int[Array, " T"], lengths: Int[Array, " T"]
+    ) -> dict[RopeConfig | None, Angles | None]:
+        """Once for each rope of the model, not once a layer."""
+        ropes = {layer.rope for layer in self.config.layers}
+        return {
+            rope: None if rope is None else rope_angles(rope, positions, lengths) for rope in ropes
+        }
+
+
+class CausalLM(nnx.Module):
+    """A decoder and its LM head. A tied model has a head of its own only in the serving tree."""
+
+    def __init__(self, config: ModelConfig, *, fused: bool):
+        self.config = config
+        self.model = Decoder(config, fused=fused)
+        has_head = fused or not config.tied
+        D, V = config.hidden_size, config.vocab_size
+        self.lm_head = Linear(D, V, fused=fused) if has_head else None
+
+    def logits(self, hidden: Float[Array, "B D"]) -> Float[Array, "B V"]:
+        """float32 logits of the token after each last hidden state."""
+        if self.lm_head is None:
+            logits = linear(self.model.embed_tokens.weight[...].T, hidden, jnp.float32)
+        else:
+            logits = self.lm_head(hidden, jnp.float32)
+        soft_cap = self.config.logit_soft_cap
+        return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
