@@ -1,0 +1,186 @@
+"""Paged attention against the dense oracle: lengths, block sizes, windows, caps, sinks, NaN."""
+
+import functools as ft
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jpaged.ops.kv_cache import init_layer_kv, write_kv
+from jpaged.ops.paged_attention import paged_attention
+from tests.oracles import attention as oracle
+
+attend = jax.jit(
+    paged_attention,
+    static_argnames=("num_decode_rows", "scale", "window", "soft_cap", "deterministic"),
+)
+TOLERANCE = {
+    "float32": {"rtol": 2e-5, "atol": 2e-5},
+    # Queries, keys, values and weights are rounded to 8 bits, the result once more.
+    "bfloat16": {"rtol": 2e-2, "atol": 2e-2},
+}
+
+
+def make_case(
+    seed,
+    rows,
+    *,
+    num_decode_rows,
+    num_tokens,
+    block_size,
+    table_width,
+    heads=(6, 2, 24),
+    dtype="float32",
+):
+    """Random contents for `rows` of (context_len, num_new); every slot not theirs holds NaN.
+
+    Returns the arguments of `paged_attention` by name, and the pools as NumPy arrays. Table entries
+    past a row's blocks point at the null block or at another block, both full of NaN.
+    """
+    rng = np.random.default_rng(seed)
+    H, K, C = heads
+    B = len(rows)
+    num_blocks = [-(-context_len // block_size) for context_len, _ in rows]
+    N = B * table_width + 2
+    free = list(rng.permutation(np.arange(2, N)))
+    block_table = rng.integers(0, 2, (B, table_width)).astype(np.int32)
+    slots = []
+    for b, (context_len, _) in enumerate(rows):
+        block_table[b, : num_blocks[b]] = [free.pop() for _ in range(num_blocks[b])]
+        at = np.arange(context_len)
+        slots.append(block_table[b, at // block_size] * block_size + at % block_size)
+    slots = np.concatenate(slots)
+
+    kv = init_layer_kv(N, block_size, K, C, dtype, platform_is_cpu=True)
+    k_pool, v_pool = np.full((2, N * block_size, K, C), np.nan, jnp.dtype(dtype))
+    k_pool[slots] = rng.normal(size=(len(slots), K, C))
+    v_pool[slots] = rng.normal(size=(len(slots), K, C))
+    kv = write_kv(kv, jnp.asarray(k_pool), jnp.asarray(v_pool), jnp.arange(N * block_size))
+
+    num_new = np.array([n for _, n in rows])
+    assert (num_new[:num_decode_rows] == 1).all()
+    assert num_new.sum() <= num_tokens
+    case = {
+        "q": jnp.asarray(rng.normal(size=(num_tokens, H, C)), dtype),
+        "kv": kv,
+        "block_table": jnp.asarray(block_table),
+        "context_lens": jnp.asarray([c for c, _ in rows], jnp.int32),
+        "query_start_loc": jnp.asarray(np.concatenate([[0], np.cumsum(num_new)]), jnp.int32),
+        "num_decode_rows": num_decode_rows,
+    }
+    pools = [x.reshape(N, block_size, K, C) for x in (k_pool, v_pool)]
+    return case, pools
+
+
+def check(case, pools, *, deterministic=False, dtype="float32", **rule):
+    rule = {"scale": 0.2, "window": None, "soft_cap": None, "sinks": None} | rule
+    got = attend(**case, **rule, deterministic=deterministic)
+    assert got.dtype == case["q"].dtype
+    expected = oracle.paged_attention(
+        np.asarray(case["q"], np.float64),
+        *pools,
+        *(np.asarray(case[x]) for x in ("block_table", "context_lens", "query_start_loc")),
+        case["num_decode_rows"],
+        **rule,
+    )
+    np.testing.assert_allclose(np.asarray(got, np.float64), expected, **TOLERANCE[dtype])
+
+
+# Around the edges of blocks, of tiles of 32 queries and of tiles of 128 keys.
+EDGES = [
+    (1, 1),
+    (127, 1),
+    (128, 1),
+    (129, 1),
+    (0, 1),
+    (300, 31),
+    (64, 33),
+    (1, 1),
+    (0, 0),
+    (257, 3),
+]
+edge_case = ft.partial(make_case, rows=EDGES, num_decode_rows=5, num_tokens=80)
+deterministic_or_not = pytest.mark.parametrize("deterministic", [False, True])
+
+
+@deterministic_or_not
+@pytest.mark.parametrize("block_size", [1, 4, 16, 24, 32, 128])
+def test_any_block_size(block_size, deterministic):
+    table_width = -(-300 // block_size)
+    check(
+        *edge_case(0, block_size=block_size, table_width=table_width), deterministic=deterministic
+    )
+
+
+@deterministic_or_not
+@pytest.mark.parametrize("num_decode_rows", [0, 10])
+def test_all_rows_on_one_path(num_decode_rows, deterministic):
+    rows = [(c, 1) for c in (1, 2, 15, 16, 17, 0, 128, 129, 250, 256)]
+    case = make_case(
+        1, rows, num_decode_rows=num_decode_rows, num_tokens=16, block_size=16, table_width=16
+    )
+    check(*case, deterministic=deterministic)
+
+
+@deterministic_or_not
+@pytest.mark.parametrize("heads", [(1, 1, 24), (16, 1, 64), (9, 3, 64), (4, 4, 80), (4, 2, 256)])
+def test_any_group_and_head_dim(heads, deterministic):
+    case = edge_case(2, block_size=16, table_width=20, heads=heads)
+    check(*case, scale=heads[2] ** -0.5, deterministic=deterministic)
+
+
+@deterministic_or_not
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"window": 1},
+        {"window": 40},
+        {"window": 1000},
+        {"soft_cap": 1.5},
+        {"sinks": True},
+        {"window": 130, "soft_cap": 3.0, "sinks": True},
+    ],
+)
+def test_windows_caps_and_sinks(rule, deterministic):
+    if "sinks" in rule:
+        rule = rule | {"sinks": jnp.linspace(-3.0, 3.0, 6)}
+    check(*edge_case(3, block_size=16, table_width=20), **rule, deterministic=deterministic)
+
+
+@deterministic_or_not
+@pytest.mark.parametrize("window", [None, 70])
+def test_bfloat16(window, deterministic):
+    case = edge_case(4, block_size=16, table_width=20, dtype="bfloat16")
+    check(*case, dtype="bfloat16", window=window, deterministic=deterministic)
+
+
+def test_blocks_that_left_the_window_may_hold_nan():
+    case, (k_pool, v_pool) = make_case(
+        5, [(300, 1), (290, 20)], num_decode_rows=1, num_tokens=24, block_size=4, table_width=75
+    )
+    left = [np.asarray(case["block_table"])[0, :70], np.asarray(case["block_table"])[1, :62]]
+    table = np.asarray(case["block_table"]).copy()
+    table[0, :70] = table[1, :62] = 0
+    assert not np.isnan(k_pool[np.concatenate(left)]).any()
+    case = case | {"block_table": jnp.asarray(table)}
+    # Positions below 280 (a decode at 299) and 250 (a first query at 270) are out of sight.
+    check(case, (k_pool, np.nan_to_num(v_pool)), window=20)
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    decode=st.lists(st.integers(0, 300), min_size=4, max_size=4),
+    prefill=st.lists(
+        st.tuples(st.integers(0, 230), st.integers(0, 70)), min_size=3, max_size=3
+    ).filter(lambda rows: sum(n for _, n in rows) <= 124),
+    window=st.sampled_from([None, 33]),
+)
+@deterministic_or_not
+def test_any_mix_of_rows(deterministic, seed, decode, prefill, window):
+    rows = [(c, 1) for c in decode] + [(past + n, n) for past, n in prefill]
+    case = make_case(seed, rows, num_decode_rows=4, num_tokens=128, block_size=16, table_width=19)
+    check(*case, window=window, deterministic=deterministic)
