@@ -1,22 +1,19 @@
 """What a model is: every field resolved, foreign names ended here.
 
 `ModelConfig.from_hf` is the only place that reads a Hugging Face config, in the style of
-transformers 5 (`rope_parameters`, `dtype`) or 4 (`rope_theta`, `rope_scaling`, `torch_dtype`). After
-it every field has a value, and per-layer differences are data in `layers`, not subclasses.
+transformers 5 (`rope_parameters`, `dtype`) or 4 (`rope_theta`, `rope_scaling`, `torch_dtype`).
+After it every field has a value, and per-layer differences are data in `layers`, not subclasses.
 """
 
 import dataclasses
-import math
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, cast
+from collections.abc import Callable, Container
+from typing import Any, Literal, NamedTuple
 
 from jpaged.errors import ConfigError, UnsupportedModelError
+from jpaged.rope_config import HFConfig, RopeConfig, read_rope, require_int, require_number
 
-RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3"]
 Activation = Literal["silu", "gelu", "gelu_tanh"]
-HFConfig = Mapping[str, Any]
 
-ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -25,23 +22,6 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RopeConfig:
-    """Rotary embedding of a layer. `kind` selects which of the scaling fields matter."""
-
-    theta: float
-    kind: RopeKind = "default"
-    rotary_dim: int  # of head_dim
-    factor: float = 1.0  # all kinds but default
-    original_max_position: int = 0  # dynamic, yarn, llama3: positions before scaling
-    attention_factor: float = 1.0  # yarn: cos and sin are multiplied by it
-    beta_fast: float = 32.0  # yarn: rotations above which a dimension is left alone
-    beta_slow: float = 1.0  # yarn: rotations below which it is fully interpolated
-    truncate: bool = True  # yarn: round the two bounds to whole dimensions
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +82,15 @@ class ModelConfig:
 
     @property
     def num_layers(self) -> int:
+        """How many layers there are."""
         return len(self.layers)
+
+    @property
+    def dynamic_rope_start(self) -> int | None:
+        """The prompt length above which KV depends on the prompt's length; None: it never does."""
+        ropes = (layer.rope for layer in self.layers if layer.rope is not None)
+        starts = (rope.original_max_position for rope in ropes if rope.kind == "dynamic")
+        return min(starts, default=None)
 
     @classmethod
     def from_hf(cls, hf: HFConfig) -> "ModelConfig":
@@ -116,7 +104,7 @@ class ModelConfig:
         family = _FAMILIES[architecture]
         hf = {**family.defaults, **hf}
         _refuse_unimplemented(hf)
-        return cls(architecture=architecture, **_common(hf), **family.read(hf))
+        return cls(architecture=architecture, **{**_common(hf), **family.read(hf)})
 
 
 _SIZES = (
@@ -156,35 +144,30 @@ def _architecture(hf: HFConfig) -> str:
     )
 
 
-def _require(hf: HFConfig, name: str) -> Any:
-    if hf.get(name) is None:
-        raise ConfigError(f"config.json has no {name!r}; add it, or fetch the complete file")
-    return hf[name]
-
-
 def _common(hf: HFConfig) -> dict[str, Any]:
-    num_heads = _require(hf, "num_attention_heads")
-    head_dim = _head_dim(hf)
+    num_heads, head_dim = require_int(hf, "num_attention_heads"), _head_dim(hf)
     return {
-        "vocab_size": _require(hf, "vocab_size"),
-        "hidden_size": _require(hf, "hidden_size"),
-        "intermediate_size": _require(hf, "intermediate_size"),
+        "vocab_size": require_int(hf, "vocab_size"),
+        "hidden_size": require_int(hf, "hidden_size"),
+        "intermediate_size": require_int(hf, "intermediate_size"),
         "num_heads": num_heads,
         "num_kv_heads": num_heads if (n := hf.get("num_key_value_heads")) is None else n,
         "head_dim": head_dim,
-        "max_position": _require(hf, "max_position_embeddings"),
+        "max_position": require_int(hf, "max_position_embeddings"),
         "dtype": _dtype(hf),
-        "rms_norm_eps": float(_require(hf, "rms_norm_eps")),
+        "rms_norm_eps": require_number(hf, "rms_norm_eps"),
         "activation": _activation(hf),
         "tied": bool(hf.get("tie_word_embeddings")),
-        "attention_scale": float(hf.get("query_pre_attn_scalar") or head_dim) ** -0.5,
+        "attention_scale": head_dim**-0.5,
     }
 
 
 def _head_dim(hf: HFConfig) -> int:
-    if (head_dim := hf.get("head_dim")) is not None:
-        return head_dim
-    hidden_size, num_heads = hf["hidden_size"], hf["num_attention_heads"]
+    if hf.get("head_dim") is not None:
+        return require_int(hf, "head_dim")
+    hidden_size, num_heads = (
+        require_int(hf, name) for name in ("hidden_size", "num_attention_heads")
+    )
     if hidden_size % num_heads:
         raise ConfigError(
             f"{hidden_size=} is not a multiple of num_attention_heads={num_heads}, "
@@ -216,13 +199,15 @@ def _refuse_unimplemented(hf: HFConfig) -> None:
         )
 
 
-# ---- Layers: windows and rope ----
+# ---- Layers ----
 
 
-def _layers(hf: HFConfig, layer_types: list[str]) -> tuple[LayerConfig, ...]:
-    """`layer_types` of the config wins over those that the family's own rule gives."""
-    num_layers = _require(hf, "num_hidden_layers")
-    layer_types = hf.get("layer_types") or layer_types
+def _layers(hf: HFConfig, sliding: Container[int]) -> tuple[LayerConfig, ...]:
+    """`sliding` are the layers that slide by the family's rule; `layer_types` overrides it."""
+    num_layers = require_int(hf, "num_hidden_layers")
+    layer_types = hf.get("layer_types") or [
+        "sliding_attention" if i in sliding else "full_attention" for i in range(num_layers)
+    ]
     if len(layer_types) != num_layers:
         raise ConfigError(
             f"layer_types has {len(layer_types)} entries for num_hidden_layers={num_layers}"
@@ -233,132 +218,14 @@ def _layers(hf: HFConfig, layer_types: list[str]) -> tuple[LayerConfig, ...]:
 
 def _layer(hf: HFConfig, layer_type: str) -> LayerConfig:
     if layer_type == "full_attention":
-        return LayerConfig(window=None, rope=_rope(hf, layer_type))
+        return LayerConfig(window=None, rope=read_rope(hf, layer_type, _head_dim(hf)))
     if layer_type != "sliding_attention":
         raise UnsupportedModelError(
             f"layer_types has {layer_type!r}; implemented are full_attention, sliding_attention"
         )
-    return LayerConfig(window=_require(hf, "sliding_window"), rope=_rope(hf, layer_type))
-
-
-def _alternate(hf: HFConfig, is_sliding: Callable[[int], bool]) -> list[str]:
-    num_layers = _require(hf, "num_hidden_layers")
-    return ["sliding_attention" if is_sliding(i) else "full_attention" for i in range(num_layers)]
-
-
-def _rope(hf: HFConfig, layer_type: str) -> RopeConfig:
-    scaling = _rope_scaling(hf, layer_type)
-    kind = _rope_kind(scaling)
-    if (scaling.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise UnsupportedModelError(
-            f"partial_rotary_factor={scaling['partial_rotary_factor']} is not implemented for "
-            f"{_architecture(hf)}; only 1.0 is"
-        )
-    return RopeConfig(
-        theta=float(_require(scaling, "rope_theta")),
-        rotary_dim=_head_dim(hf),
-        kind=kind,
-        **_SCALINGS[kind](hf, scaling),
+    return LayerConfig(
+        window=require_int(hf, "sliding_window"), rope=read_rope(hf, layer_type, _head_dim(hf))
     )
-
-
-def _rope_scaling(hf: HFConfig, layer_type: str) -> dict[str, Any]:
-    """The rope settings of a layer type in transformers 5's names, whichever style they came in."""
-    is_local = layer_type == "sliding_attention" and hf.get("rope_local_base_freq") is not None
-    if (parameters := hf.get("rope_parameters")) is not None:
-        is_nested = any(isinstance(value, Mapping) for value in parameters.values())
-        scaling = (parameters.get(layer_type) or {}) if is_nested else parameters
-    else:  # Gemma 3 scales its global layers alone.
-        scaling = {} if is_local else hf.get("rope_scaling") or {}
-    settings = {
-        "rope_theta": hf["rope_local_base_freq"] if is_local else hf.get("rope_theta"),
-        "partial_rotary_factor": hf.get("partial_rotary_factor"),
-    }
-    return {**settings, **scaling}
-
-
-def _rope_kind(scaling: Mapping[str, Any]) -> RopeKind:
-    kinds = {scaling[name] for name in ("rope_type", "type") if scaling.get(name) is not None}
-    if len(kinds) > 1:
-        raise ConfigError(f"rope settings name two kinds, {sorted(kinds)}; keep 'rope_type' alone")
-    kind = kinds.pop() if kinds else "default"
-    if kind not in ROPE_KINDS:
-        raise UnsupportedModelError(
-            f"rope_type={kind!r} is not implemented; implemented are {', '.join(ROPE_KINDS)}"
-        )
-    return cast(RopeKind, kind)
-
-
-def _number(scaling: Mapping[str, Any], name: str, at_least: float = 0.0) -> float:
-    value = scaling.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < at_least:
-        raise ConfigError(f"rope scaling needs {name}, a number >= {at_least}; it has {value!r}")
-    return float(value)
-
-
-def _original_max_position(hf: HFConfig, scaling: Mapping[str, Any]) -> int:
-    name = "original_max_position_embeddings"
-    return hf.get(name) or scaling.get(name) or _require(hf, "max_position_embeddings")
-
-
-def _linear(hf: HFConfig, scaling: Mapping[str, Any]) -> dict[str, Any]:
-    return {"factor": _number(scaling, "factor", 1.0)}
-
-
-def _dynamic(hf: HFConfig, scaling: Mapping[str, Any]) -> dict[str, Any]:
-    # As in transformers, the scaling begins where the config's own context ends.
-    return {
-        "factor": _number(scaling, "factor", 1.0),
-        "original_max_position": _require(hf, "max_position_embeddings"),
-    }
-
-
-def _llama3(hf: HFConfig, scaling: Mapping[str, Any]) -> dict[str, Any]:
-    low, high = (_number(scaling, name) for name in ("low_freq_factor", "high_freq_factor"))
-    if low >= high:
-        raise ConfigError(
-            f"low_freq_factor={low} must be below high_freq_factor={high}: they bound one range"
-        )
-    return {
-        "factor": _number(scaling, "factor", 1.0),
-        "original_max_position": _original_max_position(hf, scaling),
-        "low_freq_factor": low,
-        "high_freq_factor": high,
-    }
-
-
-def _yarn(hf: HFConfig, scaling: Mapping[str, Any]) -> dict[str, Any]:
-    original = _original_max_position(hf, scaling)
-    if scaling.get("factor") is None:
-        scaling = {**scaling, "factor": _require(hf, "max_position_embeddings") / original}
-    factor = _number(scaling, "factor", 1.0)
-    return {
-        "factor": factor,
-        "original_max_position": original,
-        "attention_factor": _yarn_attention_factor(factor, scaling),
-        "beta_fast": float(scaling.get("beta_fast") or 32.0),
-        "beta_slow": float(scaling.get("beta_slow") or 1.0),
-        "truncate": bool(scaling.get("truncate", True)),
-    }
-
-
-def _yarn_attention_factor(factor: float, scaling: Mapping[str, Any]) -> float:
-    if scaling.get("attention_factor") is not None:
-        return _number(scaling, "attention_factor")
-    mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    growth = 0.1 * math.log(factor)
-    if mscale and mscale_all_dim:
-        return (mscale * growth + 1.0) / (mscale_all_dim * growth + 1.0)
-    return growth + 1.0
-
-
-_SCALINGS: dict[RopeKind, Callable[[HFConfig, Mapping[str, Any]], dict[str, Any]]] = {
-    "default": lambda hf, scaling: {},
-    "linear": _linear,
-    "dynamic": _dynamic,
-    "yarn": _yarn,
-    "llama3": _llama3,
-}
 
 
 # ---- Families ----
@@ -367,7 +234,7 @@ _SCALINGS: dict[RopeKind, Callable[[HFConfig, Mapping[str, Any]], dict[str, Any]
 def _llama(hf: HFConfig) -> dict[str, Any]:
     bias = bool(hf.get("attention_bias"))
     return {
-        "layers": _layers({**hf, "layer_types": None}, _alternate(hf, lambda i: False)),
+        "layers": _layers({**hf, "layer_types": None}, sliding=()),
         "qkv_bias": bias,
         "o_bias": bias,
         "mlp_bias": bool(hf.get("mlp_bias")),
@@ -376,13 +243,14 @@ def _llama(hf: HFConfig) -> dict[str, Any]:
 
 def _mistral(hf: HFConfig) -> dict[str, Any]:
     has_window = hf["sliding_window"] is not None
-    return {"layers": _layers(hf, _alternate(hf, lambda i: has_window))}
+    return {"layers": _layers(hf, sliding=range(hf["num_hidden_layers"] if has_window else 0))}
 
 
 def _qwen_layers(hf: HFConfig) -> tuple[LayerConfig, ...]:
-    window = hf["sliding_window"] if hf["use_sliding_window"] else None
-    first = hf["max_window_layers"] if window is not None else math.inf
-    return _layers({**hf, "sliding_window": window}, _alternate(hf, lambda i: i >= first))
+    """The first `max_window_layers` layers see everything, if the others slide at all."""
+    if not hf["use_sliding_window"] or hf["sliding_window"] is None:
+        return _layers({**hf, "sliding_window": None}, sliding=())
+    return _layers(hf, sliding=range(hf["max_window_layers"], hf["num_hidden_layers"]))
 
 
 def _qwen2(hf: HFConfig) -> dict[str, Any]:
@@ -396,14 +264,15 @@ def _qwen3(hf: HFConfig) -> dict[str, Any]:
 
 def _gemma(hf: HFConfig, period: int) -> dict[str, Any]:
     """Every `period`-th layer is global, the others slide."""
-    bias = bool(hf.get("attention_bias"))
+    num_layers, bias = require_int(hf, "num_hidden_layers"), bool(hf.get("attention_bias"))
     return {
-        "layers": _layers(hf, _alternate(hf, lambda i: bool((i + 1) % period))),
+        "layers": _layers(hf, sliding=[i for i in range(num_layers) if (i + 1) % period]),
         "qkv_bias": bias,
         "o_bias": bias,
         "post_norms": True,
         "norm_offset": True,
-        "embedding_scale": float(hf["hidden_size"]) ** 0.5,
+        "embedding_scale": hf["hidden_size"] ** 0.5,
+        "attention_scale": require_number(hf, "query_pre_attn_scalar") ** -0.5,
         "logit_soft_cap": hf["final_logit_softcapping"],
     }
 

@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jpaged.ops.kv_cache import LayerKV
-from jpaged.typing import Array, Float
+from jpaged.core.batch import Batch
+from jpaged.ops.kv_cache import LayerKV, write_kv
+from jpaged.ops.paged_attention import paged_attention
+from jpaged.typing import Array, Bool, Float
 
 
 class AttendFn(Protocol):
-    """(queries, keys, values, kv) -> (attended values, kv). `scale` multiplies the scores."""
+    """(queries, keys, values, kv) -> (attended values, kv)."""
 
     def __call__(
         self,
@@ -27,7 +29,44 @@ class AttendFn(Protocol):
         scale: float,
         window: int | None,
         soft_cap: float | None,
-    ) -> tuple[Float[Array, "T H C"], LayerKV | None]: ...
+    ) -> tuple[Float[Array, "T H C"], LayerKV | None]:
+        """Scores are multiplied by `scale`, then capped; a window counts the query's own token."""
+        ...
+
+
+def paged_attend(batch: Batch, *, deterministic: bool) -> AttendFn:
+    """Attention over the pages of a step's rows: writes the step's tokens, then reads.
+
+    deterministic: as in `paged_attention`.
+    """
+
+    def attend(
+        q: Float[Array, "T H C"],
+        k: Float[Array, "T K C"],
+        v: Float[Array, "T K C"],
+        kv: LayerKV | None,
+        *,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+    ) -> tuple[Float[Array, "T H C"], LayerKV | None]:
+        assert kv is not None, "a paged layer has KV"
+        kv = write_kv(kv, k, v, batch.slot_mapping)
+        out = paged_attention(
+            q,
+            kv,
+            block_table=batch.block_table,
+            context_lens=batch.context_lens,
+            query_start_loc=batch.query_start_loc,
+            num_decode_rows=batch.num_decode_rows,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            deterministic=deterministic,
+        )
+        return out, kv
+
+    return attend
 
 
 def dense_attend(
@@ -56,8 +95,8 @@ def dense_attend(
     return out.astype(v.dtype).reshape(T, H, C), kv
 
 
-def _visible(T: int, window: int | None) -> Array:
-    """bool[T T]: whether the query of a row sees the key of a column."""
+def _visible(T: int, window: int | None) -> Bool[Array, "T T"]:
+    """Whether the query of a row sees the key of a column."""
     distance = jnp.arange(T)[:, None] - jnp.arange(T)[None, :]
     return (distance >= 0) & (distance < (T if window is None else window))
 

@@ -2,15 +2,16 @@
 
 import functools as ft
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jpaged.core.batch import Batch, Forward, KVCache
 from jpaged.model_config import ModelConfig
-from jpaged.models.attend import dense_attend
+from jpaged.models.attend import dense_attend, paged_attend
 from jpaged.models.llama import CausalLM
 from jpaged.models.registry import abstract_model, abstract_params
 from jpaged.typing import Array, Float, Int, Params
@@ -20,6 +21,26 @@ def bind(config: ModelConfig, params: Params, *, fused: bool) -> CausalLM:
     """The module of a tree of parameters, real or traced."""
     graphdef, _ = abstract_model(config, fused=fused)
     return nnx.merge(graphdef, params)
+
+
+@ft.lru_cache(maxsize=16)
+def make_forward(config: ModelConfig, *, deterministic: bool = False) -> Forward:
+    """The engine's `Forward` over the serving tree. Equal arguments give the same object.
+
+    deterministic: as in `paged_attention`.
+    """
+
+    def hidden(params: Params, batch: Batch, kv: KVCache) -> tuple[Float[Array, "T D"], KVCache]:
+        model = bind(config, params, fused=True)
+        lengths = jnp.maximum(batch.prompt_lens[batch.token_rows], batch.positions + 1)
+        attend = paged_attend(batch, deterministic=deterministic)
+        hidden, new_kv = model.model(batch.token_ids, batch.positions, lengths, kv, attend)
+        return hidden, cast(KVCache, new_kv)
+
+    def logits(params: Params, hidden: Float[Array, "B D"]) -> Float[Array, "B V"]:
+        return bind(config, params, fused=True).logits(hidden)
+
+    return Forward(hidden, logits)
 
 
 @ft.lru_cache(maxsize=16)

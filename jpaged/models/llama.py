@@ -8,14 +8,16 @@ the serving one that `prepare` makes (qkv and gate-up fused, `[in, out]`, an LM 
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
-from jpaged.model_config import LayerConfig, ModelConfig, RopeConfig
+from jpaged.model_config import LayerConfig, ModelConfig
 from jpaged.models.attend import AttendFn
 from jpaged.ops.activation import ACTIVATIONS
 from jpaged.ops.kv_cache import LayerKV
 from jpaged.ops.linear import linear
 from jpaged.ops.norm import offset_rms_norm, rms_norm
 from jpaged.ops.rope import apply_rope, rope_angles
+from jpaged.rope_config import RopeConfig
 from jpaged.typing import Array, Float, Int
 
 Angles = tuple[Array, Array]  # cos and sin, from `rope_angles`
@@ -29,31 +31,42 @@ class Linear(nnx.Module):
         self.weight = nnx.Param(jnp.zeros((num_in, num_out) if fused else (num_out, num_in)))
         self.bias = nnx.Param(jnp.zeros(num_out)) if bias else None
 
-    def __call__(self, x: Float[Array, "T D"], dtype: jnp.dtype | None = None) -> Array:
+    def __call__(
+        self, x: Float[Array, "T D"], dtype: DTypeLike | None = None
+    ) -> Float[Array, "T F"]:
+        """The product, in x's dtype or the one asked for."""
         weight = self.weight[...] if self.fused else self.weight[...].T
         y = linear(weight, x, dtype or x.dtype)
         return y if self.bias is None else y + jnp.broadcast_to(self.bias[...], y.shape)
 
 
 class Embedding(nnx.Module):
+    """A table of one vector per token id."""
+
     def __init__(self, vocab_size: int, hidden_size: int):
         self.weight = nnx.Param(jnp.zeros((vocab_size, hidden_size)))
 
     def __call__(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
-        return self.weight[...][token_ids]
+        """The tokens' vectors; ids are in range."""
+        return self.weight[...].at[token_ids].get(mode="promise_in_bounds")
 
 
 class Norm(nnx.Module):
+    """RMS norm, in Llama's or in Gemma's form."""
+
     def __init__(self, size: int, config: ModelConfig):
         self.weight = nnx.Param(jnp.zeros(size))
         self.eps = config.rms_norm_eps
         self.norm = offset_rms_norm if config.norm_offset else rms_norm
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        """Over the last axis, in x's dtype."""
         return self.norm(x, self.weight[...], eps=self.eps)
 
 
 class Attention(nnx.Module):
+    """Projections, norms and rope around an attention given from outside."""
+
     def __init__(self, config: ModelConfig, layer: LayerConfig, *, fused: bool):
         self.config, self.layer = config, layer
         D, C = config.hidden_size, config.head_dim
@@ -76,6 +89,7 @@ class Attention(nnx.Module):
         kv: LayerKV | None,
         attend: AttendFn,
     ) -> tuple[Float[Array, "T D"], LayerKV | None]:
+        """Attends T tokens; `angles` are those of the layer's rope, None if it has none."""
         q, k, v = (y.reshape(len(x), -1, self.config.head_dim) for y in self._qkv(x))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -100,6 +114,8 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
+    """down(activation(gate(x)) * up(x))."""
+
     def __init__(self, config: ModelConfig, *, fused: bool):
         D, F, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         if fused:
@@ -112,6 +128,7 @@ class MLP(nnx.Module):
         self.fused = fused
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """Every token for itself."""
         if self.fused:
             gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
         else:
@@ -143,6 +160,7 @@ class DecoderLayer(nnx.Module):
         kv: LayerKV | None,
         attend: AttendFn,
     ) -> tuple[Float[Array, "T D"], LayerKV | None]:
+        """Runs T tokens through the layer."""
         attended, kv = self.self_attn(self.input_layernorm(hidden), angles, kv, attend)
         if self.pre_feedforward_layernorm is None or self.post_feedforward_layernorm is None:
             hidden = hidden + attended

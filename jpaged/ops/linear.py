@@ -19,6 +19,8 @@ def linear(weight: Any, x: Float[Array, "T D"], dtype: DTypeLike) -> Float[Array
 
     x and a plain weight are of one dtype; the result is rounded once, to `dtype`.
     """
-    # Named product with a float32 result: a CPU then uses its bfloat16 units, three times as fast.
-    y = lax.dot(x, weight, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    # float32 is full precision on GPUs too, not TF32.
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    # Asked for a float32 result, a CPU uses its bfloat16 units: three times as fast.
+    y = lax.dot(x, weight, precision=precision, preferred_element_type=jnp.float32)
     return y.astype(dtype)

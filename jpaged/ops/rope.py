@@ -11,7 +11,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.model_config import RopeConfig
+from jpaged.rope_config import RopeConfig
 from jpaged.typing import Array, Float, Int
 
 
