@@ -1,0 +1,347 @@
+"""Sampling: from a row's logits to its next token, and the decision whether the row stops.
+
+Owns `SamplingState` and the draw. Knows nothing of blocks, requests or models.
+Promise: a token depends on its row alone (logits, parameters, key, position), to the bit, whatever
+the other rows of the step are. Probabilities are summed as integers, in any order the same sum.
+
+No sort: top-k and top-p are thresholds, found by bisection over the bits of the probabilities.
+    raw logits -> log-probability of the token -> temperature -> min-p -> top-k -> top-p -> draw
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+
+from jpaged.typing import Array, Bool, Float, Int, UInt32
+
+RUNNING, STOP_EOS, STOP_TOKEN, STOP_LENGTH = 0, 1, 2, 3
+"""Why a row stops, as `finish_reasons` tells it."""
+
+GREEDY_TEMPERATURE = 1e-5
+"""A temperature below this means argmax."""
+
+TILE = 64  # ids summed and searched together
+NUM_NEAR = 64  # the likeliest tiles of a row, searched first
+ONE_BITS = 0x3F800000  # 1.0 as a float32's bits
+
+
+@struct.dataclass
+class SamplingState:
+    """How each row samples and when it stops."""
+
+    key: UInt32[Array, "R 2"]  # of the request's seed, see `seed_key`
+    temperature: Float[Array, " R"]  # below GREEDY_TEMPERATURE: argmax
+    top_p: Float[Array, " R"]  # 1: off
+    top_k: Int[Array, " R"]  # 0: off
+    min_p: Float[Array, " R"]  # 0: off
+    eos_id: Int[Array, " R"]  # -1: end-of-sequence is ignored
+    stop_ids: Int[Array, "R X"]  # padded with -1
+    min_len: Int[Array, " R"]  # tokens, prompt included, below which nothing stops the row
+    max_len: Int[Array, " R"]  # tokens, prompt included, at which it stops
+    want_logprobs: Bool[Array, " R"]
+
+
+def init_sampling_state(num_rows: int, num_stop_ids: int) -> SamplingState:
+    """Rows that sample greedily and know no stop."""
+    R = num_rows
+
+    def full(value: float, dtype: jax.typing.DTypeLike) -> Array:
+        return jnp.full(R, value, dtype)  # a buffer each: shared ones could not be donated
+
+    return SamplingState(
+        key=jnp.zeros((R, 2), jnp.uint32),
+        temperature=full(0, jnp.float32),
+        top_p=full(1, jnp.float32),
+        top_k=full(0, jnp.int32),
+        min_p=full(0, jnp.float32),
+        eos_id=full(-1, jnp.int32),
+        stop_ids=jnp.full((R, num_stop_ids), -1, jnp.int32),
+        min_len=full(0, jnp.int32),
+        max_len=full(0, jnp.int32),
+        want_logprobs=full(False, jnp.bool_),
+    )
+
+
+def seed_key(seed: int) -> np.ndarray:
+    """The key u32[2] of a seed modulo 2**64, on the host: JAX alone would drop the upper half."""
+    return np.array([(seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)
+
+
+class Sampled(NamedTuple):
+    """A token for each row that samples, 0 for the others."""
+
+    tokens: Int[Array, " B"]
+    logprobs: Float[Array, " B"]  # under the raw logits; 0 where not wanted
+
+
+def sample(
+    rows: SamplingState,
+    sample_index: Int[Array, " B"],
+    positions: Int[Array, " B"],
+    logits: Float[Array, "B V"],
+    *,
+    is_sampling: Bool[Array, " B"],
+) -> Sampled:
+    """Chooses the next token of each row.
+
+    rows: the parameters of these B rows. sample_index: which of its request's n samples a row is.
+    positions: where the new tokens go. logits: float32, without NaN.
+    Equal logits: argmax takes the lowest id, a threshold keeps them all. top_k = 1 is argmax.
+    """
+    is_random = is_sampling & (rows.temperature >= GREEDY_TEMPERATURE) & (rows.top_k != 1)
+    best = _argmax(logits)
+
+    def draw() -> Int[Array, " B"]:
+        bits = _random_bits(rows.key, sample_index, positions)
+        return jnp.where(is_random, _draw(rows, bits, logits, is_random), best)
+
+    tokens = lax.cond(jnp.any(is_random), draw, lambda: best)
+    wants = is_sampling & rows.want_logprobs
+    logprobs = lax.cond(
+        jnp.any(wants),
+        lambda: jnp.where(wants, _logprobs(logits, tokens), 0.0),
+        lambda: jnp.zeros(tokens.shape, jnp.float32),
+    )
+    return Sampled(jnp.where(is_sampling, tokens, 0), logprobs)
+
+
+def finish_reasons(
+    rows: SamplingState, tokens: Int[Array, " B"], num_tokens_after: Int[Array, " B"]
+) -> Int[Array, " B"]:
+    """RUNNING, STOP_EOS, STOP_TOKEN or STOP_LENGTH for rows that just got `tokens`.
+
+    num_tokens_after: the rows' tokens, prompt and new token included.
+    """
+    reason = jnp.where(num_tokens_after >= rows.max_len, STOP_LENGTH, RUNNING)
+    is_stop = jnp.any(rows.stop_ids == tokens[:, None], axis=1)
+    reason = jnp.where(is_stop, STOP_TOKEN, reason)
+    reason = jnp.where(tokens == rows.eos_id, STOP_EOS, reason)
+    return jnp.where(num_tokens_after < rows.min_len, RUNNING, reason).astype(jnp.int32)
+
+
+# --- the draw. Vectors over the vocabulary are tiled: [B, Q, TILE], padded at the end ---
+
+
+def _tiled(x: Float[Array, "B V"], fill: float) -> Float[Array, "B Q X"]:
+    B, V = x.shape
+    padding = -V % TILE
+    if padding:
+        x = jnp.pad(x, ((0, 0), (0, padding)), constant_values=fill)
+    return x.reshape(B, -1, TILE)
+
+
+def _tile_at(x: Array, tile: Int[Array, " B"]) -> Array:
+    return jnp.take_along_axis(x, tile[:, None, None], axis=1)[:, 0]
+
+
+def _argmax(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
+    """First the tile, then the id in it: a direct argmax costs XLA ten times as much on a CPU."""
+    tiled = _tiled(logits, -jnp.inf)
+    tile = jnp.argmax(jnp.max(tiled, axis=2), axis=1)
+    return (tile * TILE + jnp.argmax(_tile_at(tiled, tile), axis=1)).astype(jnp.int32)
+
+
+def _relative(logits: Float[Array, "B V"], temperature: Float[Array, " B"]) -> Float[Array, "B V"]:
+    """Probabilities relative to the likeliest id's, which has exactly 1."""
+    top = jnp.max(logits, axis=1, keepdims=True)
+    # Equal infinities have no difference; all ids at -inf are equally likely.
+    scaled = jnp.where(logits == top, 0.0, (logits - top) / temperature[:, None])
+    return jnp.exp(scaled)
+
+
+def _logprobs(logits: Float[Array, "B V"], tokens: Int[Array, " B"]) -> Float[Array, " B"]:
+    probs = _tiled(_relative(logits, jnp.ones(tokens.shape, jnp.float32)), 0.0)
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+    top = jnp.max(logits, axis=1)
+    return jnp.where(chosen == top, 0.0, chosen - top) - jnp.log(_total(probs))
+
+
+def _total(probs: Float[Array, "B Q X"]) -> Float[Array, " B"]:
+    return jnp.sum(jnp.sum(probs, axis=2), axis=1)
+
+
+def _random_bits(
+    key: UInt32[Array, "B 2"], sample_index: Int[Array, " B"], positions: Int[Array, " B"]
+) -> UInt32[Array, " B"]:
+    """32 bits a row, a function of its key, sample index and position."""
+
+    def bits_of(key: Array, index: Array, position: Array) -> Array:
+        wrapped = jax.random.wrap_key_data(key, impl="threefry2x32")
+        folded = jax.random.fold_in(jax.random.fold_in(wrapped, index), position)
+        return jax.random.bits(folded, (), jnp.uint32)
+
+    return jax.vmap(bits_of)(key, sample_index, positions)
+
+
+def _draw(
+    rows: SamplingState,
+    bits: UInt32[Array, " B"],
+    logits: Float[Array, "B V"],
+    is_random: Bool[Array, " B"],
+) -> Int[Array, " B"]:
+    """The inverse of the cumulative distribution at `bits`, over the ids that truncation keeps."""
+    probs = _tiled(_relative(logits, jnp.where(is_random, rows.temperature, 1.0)), 0.0)
+    shares = _Shares(_scale(probs))
+    floor = _truncate(rows, probs, shares, is_random)
+    kept = jnp.where(_bits(probs) >= floor[:, None, None], shares(probs), 0)
+    per_tile = jnp.sum(kept, axis=2)
+    upto = jnp.cumsum(per_tile, axis=1)
+    point = _multiply_high(bits, upto[:, -1])
+    tile = jnp.sum(upto <= point[:, None], axis=1, dtype=jnp.int32)
+    before = jnp.take_along_axis(upto - per_tile, tile[:, None], axis=1)
+    inside = before + jnp.cumsum(_tile_at(kept, tile), axis=1)
+    return tile * TILE + jnp.sum(inside <= point[:, None], axis=1, dtype=jnp.int32)
+
+
+def _scale(probs: Float[Array, "B Q X"]) -> Float[Array, " B"]:
+    """The power of two that brings a row's total to [2**29, 2**30)."""
+    _, exponent = jnp.frexp(_total(probs))
+    return jnp.ldexp(jnp.ones(exponent.shape, jnp.float32), 30 - exponent)
+
+
+class _Shares(NamedTuple):
+    """Probabilities as integers: their sums are exact, below 2**31, and blind to order."""
+
+    scale: Float[Array, " B"]
+
+    def __call__(self, probs: Float[Array, "B *_"]) -> Int[Array, "B *_"]:
+        scale = self.scale.reshape(-1, *(1,) * (probs.ndim - 1))
+        return (probs * scale + 0.5).astype(jnp.int32)
+
+
+def _multiply_high(bits: UInt32[Array, " B"], total: Int[Array, " B"]) -> Int[Array, " B"]:
+    """floor(bits * total / 2**32) in 32-bit arithmetic: uniform in [0, total)."""
+    total = total.astype(jnp.uint32)
+    high, low, t_high, t_low = bits >> 16, bits & 0xFFFF, total >> 16, total & 0xFFFF
+    middle = high * t_low + (low * t_low >> 16)
+    carry = (middle & 0xFFFF) + low * t_high
+    return (high * t_high + (middle >> 16) + (carry >> 16)).astype(jnp.int32)
+
+
+# --- truncation: which ids stay, as a floor under the bits of their probabilities ---
+
+Weigh = Callable[[Float[Array, "B *_"]], Int[Array, "B *_"]]
+
+
+def _bits(probs: Float[Array, "*_"]) -> Int[Array, "*_"]:
+    """Bits of floats that are not negative: they sort as the floats do."""
+    return lax.bitcast_convert_type(probs, jnp.int32)
+
+
+def _truncate(
+    rows: SamplingState, probs: Float[Array, "B Q X"], shares: Weigh, is_random: Bool[Array, " B"]
+) -> Int[Array, " B"]:
+    """The floor that min-p, then top-k, then top-p of what is left, put under a row."""
+    has_top_k, has_top_p = is_random & (rows.top_k > 0), is_random & (rows.top_p < 1.0)
+    min_p_floor = _bits(rows.min_p)
+
+    def search() -> Int[Array, " B"]:
+        near = _likeliest_tiles(probs)
+
+        def top_k_floor() -> Int[Array, " B"]:
+            return _threshold(probs, near, _count, rows.top_k, has_top_k, min_p_floor)
+
+        def top_p_floor() -> Int[Array, " B"]:
+            left = _mass(probs, shares, floor)
+            target = jnp.ceil(rows.top_p * left.astype(jnp.float32)).astype(jnp.int32)
+            return _threshold(probs, near, shares, jnp.clip(target, 1, left), has_top_p, floor)
+
+        floor = lax.cond(jnp.any(has_top_k), top_k_floor, lambda: min_p_floor)
+        return lax.cond(jnp.any(has_top_p), top_p_floor, lambda: floor)
+
+    return lax.cond(jnp.any(has_top_k | has_top_p), search, lambda: min_p_floor)
+
+
+def _count(probs: Float[Array, "B *_"]) -> Int[Array, "B *_"]:
+    return jnp.ones(probs.shape, jnp.int32)
+
+
+def _mass(probs: Float[Array, "B Q X"], weigh: Weigh, floor: Int[Array, " B"]) -> Int[Array, " B"]:
+    """The weight of the ids at or above the floor."""
+    kept = jnp.where(_bits(probs) >= floor[:, None, None], weigh(probs), 0)
+    return jnp.sum(jnp.sum(kept, axis=2), axis=1)
+
+
+class _Near(NamedTuple):
+    """The tiles with a row's likeliest ids: every id at or above `floor` is in them."""
+
+    probs: Float[Array, "B W X"]
+    floor: Int[Array, " B"]
+
+
+def _likeliest_tiles(probs: Float[Array, "B Q X"]) -> _Near:
+    num_near = min(NUM_NEAR, probs.shape[1] - 1)
+    top, tiles = lax.top_k(jnp.max(probs, axis=2), num_near + 1)
+    near = jnp.take_along_axis(probs, tiles[:, :num_near, None], axis=1)
+    return _Near(near, _bits(top[:, -1]) + 1)
+
+
+def _threshold(
+    probs: Float[Array, "B Q X"],
+    near: _Near,
+    weigh: Weigh,
+    target: Int[Array, " B"],
+    is_on: Bool[Array, " B"],
+    floor: Int[Array, " B"],
+) -> Int[Array, " B"]:
+    """The highest floor, not below `floor`, that leaves a weight of `target`; else `floor`.
+
+    Nearly always the likeliest tiles hold the answer for all rows: a tenth of the work.
+    """
+    near_floor = jnp.maximum(near.floor, floor)
+    in_near = _mass(near.probs, weigh, near_floor) >= target
+    return lax.cond(
+        jnp.all(in_near | ~is_on),
+        lambda: _bisect(near.probs, weigh, target, is_on, near_floor, floor),
+        lambda: _bisect(probs, weigh, target, is_on, floor, floor),
+    )
+
+
+class _Bracket(NamedTuple):
+    low: Int[Array, " B"]  # leaves at least the target, if anything does
+    low_mass: Int[Array, " B"]
+    high: Int[Array, " B"]  # leaves less
+    high_mass: Int[Array, " B"]
+
+
+def _bisect(
+    probs: Float[Array, "B Q X"],
+    weigh: Weigh,
+    target: Int[Array, " B"],
+    is_on: Bool[Array, " B"],
+    low: Int[Array, " B"],
+    otherwise: Int[Array, " B"],
+) -> Int[Array, " B"]:
+    """The search of `_threshold` in `probs` from `low` up; `otherwise` for rows that are off."""
+
+    def is_open(bracket: _Bracket) -> Bool[Array, " B"]:
+        # Once the bracket weighs less than two of the lightest ids it can hold, it holds one, and
+        # the ids above `low` are the answer.
+        lightest = weigh(lax.bitcast_convert_type(bracket.low, jnp.float32))
+        is_crowded = bracket.low_mass - bracket.high_mass - lightest >= lightest
+        return is_on & (bracket.high - bracket.low > 1) & is_crowded
+
+    def halve(bracket: _Bracket) -> _Bracket:
+        middle = bracket.low + (bracket.high - bracket.low) // 2
+        mass = _mass(probs, weigh, middle)
+        up, down = is_open(bracket) & (mass >= target), is_open(bracket) & (mass < target)
+        return _Bracket(
+            jnp.where(up, middle, bracket.low),
+            jnp.where(up, mass, bracket.low_mass),
+            jnp.where(down, middle, bracket.high),
+            jnp.where(down, mass, bracket.high_mass),
+        )
+
+    start = _Bracket(
+        low,
+        _mass(probs, weigh, low),
+        jnp.full(low.shape, ONE_BITS + 1, jnp.int32),
+        jnp.zeros(low.shape, jnp.int32),
+    )
+    found = lax.while_loop(lambda bracket: jnp.any(is_open(bracket)), halve, start)
+    return jnp.where(is_on, found.low, otherwise)
