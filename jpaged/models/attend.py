@@ -4,7 +4,7 @@ A layer hands over its queries, keys and values, and its KV if there is one; it 
 values and the KV back. Which tokens see which is not its business.
 """
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jpaged.ops.paged_attention import paged_attention
 from jpaged.typing import Array, Bool, Float
 
 
+@runtime_checkable
 class AttendFn(Protocol):
     """(queries, keys, values, kv) -> (attended values, kv)."""
 
