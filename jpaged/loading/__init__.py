@@ -8,6 +8,7 @@ from jpaged.loading.load import (
     load_params,
     open_tensors,
 )
+from jpaged.loading.tokenizer import load_tokenizer
 
 __all__ = [
     "cpu_has_bf16",
@@ -15,6 +16,7 @@ __all__ = [
     "load_generation_config",
     "load_hf_config",
     "load_params",
+    "load_tokenizer",
     "open_tensors",
     "resolve_dtype",
 ]

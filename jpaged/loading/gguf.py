@@ -8,6 +8,7 @@ import math
 import mmap
 import re
 import struct
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -135,8 +136,8 @@ def _parse(path: Path, cursor: _Cursor) -> GGUFFile:
     tensors = {info.name: _stored(path, info, data_start, quants) for info in infos}
     if metadata.get("split.count", 0) > 1 and _PART.fullmatch(path.name) is None:
         raise CheckpointError(
-            f"{path} is part {metadata.get('split.no', 0) + 1} of {metadata['split.count']}, but its "
-            "name does not end in -00001-of-0000N.gguf, by which the others are found; rename it"
+            f"{path} is one of {metadata['split.count']} parts, but its name does not end in "
+            "-00001-of-0000N.gguf, by which the others are found; rename it"
         )
     return GGUFFile(path, metadata, tensors)
 
@@ -159,7 +160,8 @@ def _gguf_package(path: Path) -> ModuleType:
         import gguf
     except ImportError as error:
         raise CheckpointError(
-            f'{path} is a GGUF file; to read it, install the gguf package: pip install "jpaged[gguf]"'
+            f"{path} is a GGUF file, and reading it needs the gguf package: "
+            'pip install "jpaged[gguf]"'
         ) from error
     return gguf
 
@@ -199,7 +201,7 @@ def _read_rows(
     offset: int,
     row_bytes: int,
     shape: tuple[int, ...],
-    dequantize,
+    dequantize: Callable[[NumpyArray], NumpyArray],
     start: int,
     stop: int,
 ) -> NumpyArray:

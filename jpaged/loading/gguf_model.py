@@ -153,12 +153,12 @@ def _family(file: GGUFFile) -> _Family:
 
 def _hf_name(name: str, layer_names: dict[str, str]) -> str:
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-    stem = match and (_TOP if match[1] is None else layer_names).get(match[2])
-    if match is None or stem is None:
+    if match is None:
         return name
-    return (
-        f"{stem}.{match[3]}" if match[1] is None else f"model.layers.{match[1]}.{stem}.{match[3]}"
-    )
+    layer, stem, kind = match.groups()
+    if layer is None:
+        return f"{_TOP[stem]}.{kind}" if stem in _TOP else name
+    return f"model.layers.{layer}.{layer_names[stem]}.{kind}" if stem in layer_names else name
 
 
 def _halves_of_pairs(num_rows: int, num_heads: int) -> NumpyArray:

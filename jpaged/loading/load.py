@@ -105,11 +105,9 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
 
 
 def _refuse_quantized(path: Path, config: Mapping[str, Any]) -> None:
+    keys = ("quantization_config", "compression_config")
     places = (config, config.get("text_config") or {})
-    found = [
-        p[k] for p in places for k in ("quantization_config", "compression_config") if p.get(k)
-    ]
-    if found:
+    if found := [place[key] for place in places for key in keys if place.get(key)]:
         method = found[0].get("quant_method", "unknown")
         raise UnsupportedModelError(
             f"{path} is quantized (quant_method {method!r}), which is not supported yet; "
@@ -125,14 +123,11 @@ def load_generation_config(path: str | Path) -> dict[str, Any]:
     checkpoint = find_checkpoint(path)
     if checkpoint.kind == "gguf":
         metadata = gguf.open_gguf(checkpoint.path).metadata
-        ids = {
-            name: metadata.get(f"tokenizer.ggml.{key}")
-            for name, key in (
-                ("bos_token_id", "bos_token_id"),
-                ("pad_token_id", "padding_token_id"),
-            )
+        return {
+            "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+            "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
+            "eos_token_id": gguf_model.eos_token_ids(metadata),
         }
-        return ids | {"eos_token_id": gguf_model.eos_token_ids(metadata)}
     generation = {}
     if (file := checkpoint.path / "generation_config.json").is_file():
         generation = safetensors.read_json(file)
