@@ -17,15 +17,14 @@ import numpy as np
 from flax import struct
 from jax import lax
 
+from jpaged.sampling_params import GREEDY_TEMPERATURE
 from jpaged.typing import Array, Bool, Float, Int, UInt32
 
 RUNNING, STOP_EOS, STOP_TOKEN, STOP_LENGTH = 0, 1, 2, 3
 """Why a row stops, as `finish_reasons` tells it."""
 
-GREEDY_TEMPERATURE = 1e-5
-"""A temperature below this means argmax."""
-
-TILE = 64  # ids summed and searched together
+TILE = 64  # ids summed together
+FOLD = 16  # tiles come in multiples of this: sums add this many slices first, which vectorizes
 NUM_NEAR = 64  # the likeliest tiles of a row, searched first
 ONE_BITS = 0x3F800000  # 1.0 as a float32's bits
 
@@ -124,19 +123,19 @@ def finish_reasons(
     return jnp.where(num_tokens_after < rows.min_len, RUNNING, reason).astype(jnp.int32)
 
 
-# --- the draw. Vectors over the vocabulary are tiled: [B, Q, TILE], padded at the end ---
+# --- the draw. Vectors over the vocabulary are tiled: [B, tiles, TILE], padded at the end ---
 
 
-def _tiled(x: Float[Array, "B V"], fill: float) -> Float[Array, "B Q X"]:
+def _tiled(x: Float[Array, "B V"], fill: float) -> Float[Array, "B tiles ids"]:
     B, V = x.shape
-    padding = -V % TILE
+    padding = -V % (TILE * FOLD)
     if padding:
         x = jnp.pad(x, ((0, 0), (0, padding)), constant_values=fill)
     return x.reshape(B, -1, TILE)
 
 
 def _tile_at(x: Array, tile: Int[Array, " B"]) -> Array:
-    return jnp.take_along_axis(x, tile[:, None, None], axis=1)[:, 0]
+    return jnp.take_along_axis(x, tile[:, None, None], axis=1, mode="clip")[:, 0]
 
 
 def _argmax(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
@@ -161,7 +160,7 @@ def _logprobs(logits: Float[Array, "B V"], tokens: Int[Array, " B"]) -> Float[Ar
     return jnp.where(chosen == top, 0.0, chosen - top) - jnp.log(_total(probs))
 
 
-def _total(probs: Float[Array, "B Q X"]) -> Float[Array, " B"]:
+def _total(probs: Float[Array, "B tiles ids"]) -> Float[Array, " B"]:
     return jnp.sum(jnp.sum(probs, axis=2), axis=1)
 
 
@@ -198,7 +197,7 @@ def _draw(
     return tile * TILE + jnp.sum(inside <= point[:, None], axis=1, dtype=jnp.int32)
 
 
-def _scale(probs: Float[Array, "B Q X"]) -> Float[Array, " B"]:
+def _scale(probs: Float[Array, "B tiles ids"]) -> Float[Array, " B"]:
     """The power of two that brings a row's total to [2**29, 2**30)."""
     _, exponent = jnp.frexp(_total(probs))
     return jnp.ldexp(jnp.ones(exponent.shape, jnp.float32), 30 - exponent)
@@ -234,7 +233,10 @@ def _bits(probs: Float[Array, "*_"]) -> Int[Array, "*_"]:
 
 
 def _truncate(
-    rows: SamplingState, probs: Float[Array, "B Q X"], shares: Weigh, is_random: Bool[Array, " B"]
+    rows: SamplingState,
+    probs: Float[Array, "B tiles ids"],
+    shares: Weigh,
+    is_random: Bool[Array, " B"],
 ) -> Int[Array, " B"]:
     """The floor that min-p, then top-k, then top-p of what is left, put under a row."""
     has_top_k, has_top_p = is_random & (rows.top_k > 0), is_random & (rows.top_p < 1.0)
@@ -261,28 +263,37 @@ def _count(probs: Float[Array, "B *_"]) -> Int[Array, "B *_"]:
     return jnp.ones(probs.shape, jnp.int32)
 
 
-def _mass(probs: Float[Array, "B Q X"], weigh: Weigh, floor: Int[Array, " B"]) -> Int[Array, " B"]:
+def _mass(
+    probs: Float[Array, "B tiles ids"], weigh: Weigh, floor: Int[Array, " B"]
+) -> Int[Array, " B"]:
     """The weight of the ids at or above the floor."""
-    kept = jnp.where(_bits(probs) >= floor[:, None, None], weigh(probs), 0)
+    B, tiles, ids = probs.shape
+    slices = probs.reshape(B, FOLD, tiles // FOLD, ids)
+    kept = jnp.zeros((B, tiles // FOLD, ids), jnp.int32)
+    for i in range(FOLD):
+        part = slices[:, i]
+        kept = kept + jnp.where(_bits(part) >= floor[:, None, None], weigh(part), 0)
     return jnp.sum(jnp.sum(kept, axis=2), axis=1)
 
 
 class _Near(NamedTuple):
     """The tiles with a row's likeliest ids: every id at or above `floor` is in them."""
 
-    probs: Float[Array, "B W X"]
+    probs: Float[Array, "B near ids"]
     floor: Int[Array, " B"]
 
 
-def _likeliest_tiles(probs: Float[Array, "B Q X"]) -> _Near:
-    num_near = min(NUM_NEAR, probs.shape[1] - 1)
-    top, tiles = lax.top_k(jnp.max(probs, axis=2), num_near + 1)
-    near = jnp.take_along_axis(probs, tiles[:, :num_near, None], axis=1)
+def _likeliest_tiles(probs: Float[Array, "B tiles ids"]) -> _Near:
+    if probs.shape[1] <= NUM_NEAR:
+        return _Near(probs, jnp.zeros(probs.shape[0], jnp.int32))
+    # Without the barrier XLA merges top_k with the slice below and sorts everything.
+    top, tiles = lax.optimization_barrier(lax.top_k(jnp.max(probs, axis=2), NUM_NEAR + 1))
+    near = jnp.take_along_axis(probs, tiles[:, :NUM_NEAR, None], axis=1, mode="clip")
     return _Near(near, _bits(top[:, -1]) + 1)
 
 
 def _threshold(
-    probs: Float[Array, "B Q X"],
+    probs: Float[Array, "B tiles ids"],
     near: _Near,
     weigh: Weigh,
     target: Int[Array, " B"],
@@ -291,10 +302,10 @@ def _threshold(
 ) -> Int[Array, " B"]:
     """The highest floor, not below `floor`, that leaves a weight of `target`; else `floor`.
 
-    Nearly always the likeliest tiles hold the answer for all rows: a tenth of the work.
+    When the likeliest tiles hold the answer for all rows, searching them is a tenth of the work.
     """
     near_floor = jnp.maximum(near.floor, floor)
-    in_near = _mass(near.probs, weigh, near_floor) >= target
+    in_near = (_mass(near.probs, weigh, near_floor) >= target) | (near_floor == floor)
     return lax.cond(
         jnp.all(in_near | ~is_on),
         lambda: _bisect(near.probs, weigh, target, is_on, near_floor, floor),
@@ -310,7 +321,7 @@ class _Bracket(NamedTuple):
 
 
 def _bisect(
-    probs: Float[Array, "B Q X"],
+    probs: Float[Array, "B tiles ids"],
     weigh: Weigh,
     target: Int[Array, " B"],
     is_on: Bool[Array, " B"],
@@ -318,6 +329,13 @@ def _bisect(
     otherwise: Int[Array, " B"],
 ) -> Int[Array, " B"]:
     """The search of `_threshold` in `probs` from `low` up; `otherwise` for rows that are off."""
+    start = _Bracket(
+        low,
+        _mass(probs, weigh, low),
+        jnp.full(low.shape, ONE_BITS + 1, jnp.int32),
+        jnp.zeros(low.shape, jnp.int32),
+    )
+    is_on = is_on & (start.low_mass >= target)
 
     def is_open(bracket: _Bracket) -> Bool[Array, " B"]:
         # Once the bracket weighs less than two of the lightest ids it can hold, it holds one, and
@@ -328,7 +346,7 @@ def _bisect(
 
     def halve(bracket: _Bracket) -> _Bracket:
         middle = bracket.low + (bracket.high - bracket.low) // 2
-        mass = _mass(probs, weigh, middle)
+        mass = lax.optimization_barrier(_mass(probs, weigh, middle))  # else summed once per use
         up, down = is_open(bracket) & (mass >= target), is_open(bracket) & (mass < target)
         return _Bracket(
             jnp.where(up, middle, bracket.low),
@@ -337,11 +355,5 @@ def _bisect(
             jnp.where(down, mass, bracket.high_mass),
         )
 
-    start = _Bracket(
-        low,
-        _mass(probs, weigh, low),
-        jnp.full(low.shape, ONE_BITS + 1, jnp.int32),
-        jnp.zeros(low.shape, jnp.int32),
-    )
     found = lax.while_loop(lambda bracket: jnp.any(is_open(bracket)), halve, start)
     return jnp.where(is_on, found.low, otherwise)
