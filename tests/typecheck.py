@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-from beartype import beartype
+from beartype import BeartypeConf, beartype
+
+CONFIG = BeartypeConf(is_pep484_tower=True)  # an int will do for a float
 
 
 def check(fn: Callable[..., Any]) -> Callable[..., Any]:
     # JAX rebuilds state types around specs, shapes and placeholders: what a field holds is checked
     # where it is used.
-    return fn if fn.__name__ == "__init__" else beartype(fn)
+    return fn if fn.__name__ == "__init__" else beartype(fn, conf=CONFIG)
