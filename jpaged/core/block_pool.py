@@ -26,6 +26,7 @@ def num_free(pool: BlockPool) -> Int[Array, ""]:
 
 
 def is_hashed(pool: BlockPool) -> Bool[Array, " N"]:
+    """Blocks whose contents can be found by their hash."""
     return jnp.any(pool.block_hash != 0, axis=-1)
 
 
@@ -68,9 +69,7 @@ def _smallest(key: Int[Array, " N"], num: Int[Array, ""]) -> Bool[Array, " N"]:
     return below | (tied & (jnp.cumsum(tied, dtype=jnp.int32) <= room))
 
 
-def retarget(
-    pool: BlockPool, old_ids: Int[Array, "A W"], new_ids: Int[Array, "A W"]
-) -> BlockPool:
+def retarget(pool: BlockPool, old_ids: Int[Array, "A W"], new_ids: Int[Array, "A W"]) -> BlockPool:
     """Moves references from the old table entries to the new ones: the only writer of `ref_count`.
 
     Entry by entry `old_ids[a, w]` becomes `new_ids[a, w]`; equal entries and the null block count
@@ -99,8 +98,10 @@ def _renormalise(pool: BlockPool) -> BlockPool:
 
     def to_ranks(pool: BlockPool) -> BlockPool:
         N = pool.last_used.shape[0]
-        rank = jnp.zeros(N, jnp.int32).at[jnp.argsort(pool.last_used)].set(
-            jnp.arange(1, N + 1, dtype=jnp.int32)
+        rank = (
+            jnp.zeros(N, jnp.int32)
+            .at[jnp.argsort(pool.last_used)]
+            .set(jnp.arange(1, N + 1, dtype=jnp.int32))
         )
         last_used = jnp.where(pool.last_used == 0, 0, rank)
         return replace(pool, last_used=last_used, clock=jnp.int32(N))

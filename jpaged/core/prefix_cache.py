@@ -14,8 +14,8 @@ from jax import lax
 from jax.extend.random import threefry_2x32
 
 from jpaged.core.batch import Batch
-from jpaged.core.state import BlockPool, Rows
 from jpaged.core.block_pool import is_hashed, publish
+from jpaged.core.state import BlockPool, Rows
 from jpaged.ops.kv_cache import NULL_BLOCK
 from jpaged.typing import Array, Bool, Int, UInt32
 
@@ -33,7 +33,9 @@ def _hash_words(
     key: UInt32[Array, " 4"], high: UInt32[Array, "*shape"], low: UInt32[Array, "*shape"]
 ) -> UInt32[Array, "*shape 4"]:
     count = jnp.concatenate([high.reshape(-1), low.reshape(-1)])
-    halves = [threefry_2x32((half[0], half[1]), count).reshape(2, -1) for half in (key[:2], key[2:])]
+    halves = [
+        threefry_2x32((half[0], half[1]), count).reshape(2, -1) for half in (key[:2], key[2:])
+    ]
     return jnp.concatenate(halves).T.reshape(*high.shape, 4)
 
 
@@ -43,7 +45,7 @@ def hash_root(
     weights_version: UInt32[Array, ""],
 ) -> UInt32[Array, "A 4"]:
     """What a row's KV depends on besides its tokens: the request's own digest and the weights."""
-    return request_root ^ _hash_words(key, jnp.uint32(_ROOT_POSITION), weights_version)
+    return request_root ^ _hash_words(key, jnp.uint32(_ROOT_POSITION), weights_version)[None]
 
 
 def running_xor(hashes: UInt32[Array, "*shape 4"]) -> UInt32[Array, "*shape 4"]:
@@ -69,7 +71,7 @@ def match_prefix(
     place = _lower_bound(word0, word1, hashes[..., 0], hashes[..., 1])
     ids = block_ids[jnp.minimum(place, block_ids.shape[0] - 1)]
     found = jnp.all(pool.block_hash[ids] == hashes, axis=-1) & is_hashed(pool)[ids]
-    column = jnp.arange(hashes.shape[1], dtype=jnp.int32)
+    column = jnp.arange(hashes.shape[1], dtype=jnp.int32)[None]
     hit = jnp.cumprod(found & (column < num_full[:, None]), axis=1, dtype=jnp.int32)
     return jnp.where(hit == 1, ids, NULL_BLOCK), jnp.sum(hit, axis=1, dtype=jnp.int32)
 

@@ -37,7 +37,9 @@ class Admissions:
     sampling: SamplingState  # one entry per admission
 
 
-def match_admissions(state: EngineState, admissions: Admissions) -> tuple[Int[Array, " A"], Int[Array, " A"]]:
+def match_admissions(
+    state: EngineState, admissions: Admissions
+) -> tuple[Int[Array, " A"], Int[Array, " A"]]:
     """What the prefix cache holds for these sequences, changing nothing.
 
     Returns for each the cached tokens, and how many of their blocks are free and would be taken
@@ -130,7 +132,7 @@ def reserve(
     S, B = state.rows.block_size, row_ids.shape[0]
     num_new = jnp.where(row_ids == NULL_ROW, 0, num_new)
     needs, is_keeper = _count_needs(state, row_ids, num_new)
-    wanted = needs.grow + needs.is_copy
+    wanted = needs.grow + needs.is_copy.astype(jnp.int32)
     width = min(max_new // S + 2 * B, state.pool.ref_count.shape[0])
     available = jnp.minimum(num_free(state.pool), width)
     fits = jnp.cumsum(wanted, dtype=jnp.int32) <= available
@@ -141,20 +143,28 @@ def reserve(
     pool, ids = take_blocks(state.pool, jnp.sum(wanted, dtype=jnp.int32), width=width)
     # A block written again no longer holds what its hash says.
     rewritten = granted & (num_new > 0) & ~needs.is_copy
-    pool = publish(pool, jnp.where(rewritten, needs.tail, NULL_BLOCK), jnp.zeros((B, 4), jnp.uint32))
+    pool = publish(
+        pool, jnp.where(rewritten, needs.tail, NULL_BLOCK), jnp.zeros((B, 4), jnp.uint32)
+    )
     rows, pool, copies = _hand_out(state.rows, pool, row_ids, needs, wanted, ids)
-    kv = lax.cond(jnp.any(copies[1] != NULL_BLOCK), _copy_layers, lambda kv, *_: kv, state.kv, *copies)
+    kv = lax.cond(
+        jnp.any(copies[1] != NULL_BLOCK), _copy_layers, lambda kv, *_: kv, state.kv, *copies
+    )
     return replace(state, rows=rows, pool=pool, kv=kv), jnp.where(granted, num_new, 0)
 
 
-def blocks_needed(rows: Rows, row_ids: Int[Array, " B"], num_new: Int[Array, " B"]) -> Int[Array, " B"]:
+def blocks_needed(
+    rows: Rows, row_ids: Int[Array, " B"], num_new: Int[Array, " B"]
+) -> Int[Array, " B"]:
     """Blocks each row lacks before it can write `num_new` more tokens.
 
     |-- context_len --|-- num_new --|
     [ block ][ block ][ block ][ . . ]     num_blocks = 3, one more is needed
     """
     end = rows.context_len[row_ids] + num_new
-    return jnp.where(num_new > 0, jnp.maximum(-(-end // rows.block_size) - rows.num_blocks[row_ids], 0), 0)
+    return jnp.where(
+        num_new > 0, jnp.maximum(-(-end // rows.block_size) - rows.num_blocks[row_ids], 0), 0
+    )
 
 
 def _count_needs(
@@ -189,7 +199,7 @@ def _hand_out(rows, pool, row_ids, needs: _Needs, wanted: Int[Array, " B"], ids:
     offset = item - start[owner]
     is_copy = needs.is_copy[owner] & (offset == 0)
     tail_column = rows.context_len[row_ids] // rows.block_size
-    column = rows.num_blocks[row_ids][owner] + offset - needs.is_copy[owner]
+    column = rows.num_blocks[row_ids][owner] + offset - needs.is_copy[owner].astype(jnp.int32)
     column = jnp.where(is_copy, tail_column[owner], column)
     column = jnp.where(ids == NULL_BLOCK, M, column)  # past the end: dropped
 
@@ -197,7 +207,7 @@ def _hand_out(rows, pool, row_ids, needs: _Needs, wanted: Int[Array, " B"], ids:
     left = jnp.where(is_copy & (ids != NULL_BLOCK), needs.tail[owner], NULL_BLOCK)
     pool = retarget(pool, left[:, None], ids[:, None])
     copied = needs.is_copy & (wanted > 0)
-    num_blocks = rows.num_blocks.at[row_ids].add(wanted - copied)
+    num_blocks = rows.num_blocks.at[row_ids].add(wanted - copied.astype(jnp.int32))
     target = jnp.where(copied, ids[jnp.minimum(start, W - 1)], NULL_BLOCK)
     source = jnp.where(copied, needs.tail, NULL_BLOCK)
     return replace(rows, block_table=table, num_blocks=num_blocks), pool, (source, target)
@@ -221,7 +231,7 @@ def fork(
     """
     rows, S = state.rows, state.rows.block_size
     num_blocks = -(-rows.context_len[parent] // S)
-    column = jnp.arange(rows.block_table.shape[1], dtype=jnp.int32)
+    column = jnp.arange(rows.block_table.shape[1], dtype=jnp.int32)[None]
     table = jnp.where(column < num_blocks[:, None], rows.block_table[parent], NULL_BLOCK)
     pool = retarget(state.pool, rows.block_table[child], table)
     same = ("token_ids", "num_tokens", "context_len", "prompt_len", "root", "prefix_hash")

@@ -49,7 +49,7 @@ def init_sampling_state(num_rows: int, num_stop_ids: int) -> SamplingState:
     """Rows that sample greedily and know no stop."""
     R = num_rows
 
-    def full(value: float, dtype: jax.typing.DTypeLike) -> Array:
+    def full(value: int | float, dtype: jax.typing.DTypeLike) -> Array:
         return jnp.full(R, value, dtype)  # a buffer each: shared ones could not be donated
 
     return SamplingState(
@@ -183,11 +183,8 @@ def _draw(
     logits: Float[Array, "B V"],
     is_random: Bool[Array, " B"],
 ) -> Int[Array, " B"]:
-    """The inverse of the cumulative distribution at `bits`, over the ids that truncation keeps."""
-    probs = _tiled(_relative(logits, jnp.where(is_random, rows.temperature, 1.0)), 0.0)
-    shares = _Shares(_scale(probs))
-    floor = _truncate(rows, probs, shares, is_random)
-    kept = jnp.where(_bits(probs) >= floor[:, None, None], shares(probs), 0)
+    """The id at the fraction bits / 2**32 of what truncation keeps."""
+    kept = _kept_shares(rows, logits, is_random)
     per_tile = jnp.sum(kept, axis=2)
     upto = jnp.cumsum(per_tile, axis=1)
     point = _multiply_high(bits, upto[:, -1])
@@ -195,6 +192,16 @@ def _draw(
     before = jnp.take_along_axis(upto - per_tile, tile[:, None], axis=1)
     inside = before + jnp.cumsum(_tile_at(kept, tile), axis=1)
     return tile * TILE + jnp.sum(inside <= point[:, None], axis=1, dtype=jnp.int32)
+
+
+def _kept_shares(
+    rows: SamplingState, logits: Float[Array, "B V"], is_random: Bool[Array, " B"]
+) -> Int[Array, "B tiles ids"]:
+    """Each id's share of the draw, an integer; 0 if dropped or below about 2**-31."""
+    probs = _tiled(_relative(logits, jnp.where(is_random, rows.temperature, 1.0)), 0.0)
+    shares = _Shares(_scale(probs))
+    floor = _truncate(rows, probs, shares, is_random)
+    return jnp.where(_bits(probs) >= floor[:, None, None], shares(probs), 0)
 
 
 def _scale(probs: Float[Array, "B tiles ids"]) -> Float[Array, " B"]:

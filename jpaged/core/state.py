@@ -1,4 +1,4 @@
-"""The engine's whole state: rows, block pool, KV pages and sampling parameters, one immutable value.
+"""The engine's state: rows, block pool, KV pages and sampling parameters, one immutable value.
 
 Owns the types, their first value and `check_invariants`. Every change is made by the functions of
 `block_pool`, `prefix_cache`, `rows` and `step`. Types are plain records: JAX rebuilds them around
@@ -49,6 +49,7 @@ class Rows:
 
     @property
     def block_size(self) -> int:
+        """S, from the shapes."""
         return self.token_ids.shape[1] // self.block_table.shape[1]
 
 
@@ -121,7 +122,8 @@ def check_invariants(state: EngineState) -> None:
     ref_count, block_hash = np.asarray(pool.ref_count), np.asarray(pool.block_hash)
     N, (R, M), S = ref_count.size, table.shape, rows.block_size
 
-    assert table.min() >= 0 and table.max() < N, "block id out of range"
+    assert (table >= 0).all(), "block id out of range"
+    assert (table < N).all(), "block id out of range"
     holders = np.bincount(table.ravel(), minlength=N)
     holders[NULL_BLOCK] = 1
     np.testing.assert_array_equal(ref_count, holders, err_msg="ref_count is not the table's")
@@ -129,10 +131,12 @@ def check_invariants(state: EngineState) -> None:
     np.testing.assert_array_equal(table != NULL_BLOCK, in_use, err_msg="table and num_blocks")
 
     num_tokens, context_len = np.asarray(rows.num_tokens), np.asarray(rows.context_len)
-    assert (context_len <= num_tokens).all() and (num_tokens <= M * S).all()
+    assert (context_len <= num_tokens).all()
+    assert (num_tokens <= M * S).all()
     assert (context_len <= num_blocks * S).all(), "KV without a block"
     assert not block_hash[NULL_BLOCK].any(), "the null block has a hash"
-    assert not np.asarray(rows.active)[NULL_ROW] and num_blocks[NULL_ROW] == 0, "null row in use"
+    assert not np.asarray(rows.active)[NULL_ROW], "the null row is active"
+    assert num_blocks[NULL_ROW] == 0, "the null row holds blocks"
     free = ref_count == 0
     last_used = np.asarray(pool.last_used)
     assert last_used.max(initial=0) <= int(pool.clock)

@@ -7,6 +7,7 @@ be served is reported, never raised: errors are data.
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
@@ -15,10 +16,11 @@ from jpaged.core.batch import Batch, Forward, KVCache, make_batch
 from jpaged.core.block_pool import num_free
 from jpaged.core.prefix_cache import seal_blocks
 from jpaged.core.rows import fork, reserve
-from jpaged.core.sampling import FINISH_ERROR, finish_reasons, sample, take_rows
+from jpaged.core.sampling import finish_reasons, sample
 from jpaged.core.state import NULL_ROW, BlockPool, EngineState, Rows
 from jpaged.typing import Array, Bool, Float, Int, Params
 
+STOP_ERROR = 4  # beside core.sampling's reasons to stop: the row's numbers went wrong
 STATUS_OK = 0
 STATUS_NO_BLOCKS = 1  # the row asked for tokens and got none: the pool is exhausted
 STATUS_BAD_NUMBERS = 2  # NaN in the row's hidden state or logits
@@ -31,7 +33,7 @@ class StepOutput:
     token_ids: Int[Array, " B"]  # the sampled token where `is_sampled`
     logprobs: Float[Array, " B"]  # its log-probability, where the row asked for it
     is_sampled: Bool[Array, " B"]
-    finish_reason: Int[Array, " B"]  # core.sampling.FINISH_*
+    finish_reason: Int[Array, " B"]  # core.sampling's RUNNING and STOP_*, or STOP_ERROR
     granted: Int[Array, " B"]  # tokens whose KV was written
     status: Int[Array, " B"]
     num_free_blocks: Int[Array, ""]
@@ -167,9 +169,7 @@ def _has_nan_tokens(hidden: Float[Array, "T D"], batch: Batch) -> Bool[Array, " 
     return jnp.zeros(num_rows, bool).at[batch.token_rows].max(is_bad)
 
 
-def _fork_rows(
-    state: EngineState, inputs: StepInputs, is_fork: Bool[Array, " B"]
-) -> EngineState:
+def _fork_rows(state: EngineState, inputs: StepInputs, is_fork: Bool[Array, " B"]) -> EngineState:
     parent = jnp.where(is_fork, inputs.row_ids[inputs.parent], NULL_ROW)
     child = jnp.where(is_fork, inputs.row_ids, NULL_ROW)
     return lax.cond(
@@ -186,7 +186,8 @@ def _draw(
     is_good: Bool[Array, " B"],
 ) -> tuple[EngineState, StepOutput]:
     """Samples a token for rows that caught up, appends it, and decides who stops."""
-    rows, sampling = state.rows, take_rows(state.sampling, row_ids)
+    rows = state.rows
+    sampling = jax.tree.map(lambda field: field[row_ids], state.sampling)
     is_sampled = caught_up & is_good
     position = rows.num_tokens[row_ids]
     token_ids, logprobs = sample(
@@ -194,7 +195,7 @@ def _draw(
     )
     num_tokens = position + is_sampled.astype(jnp.int32)
     finish = jnp.where(is_sampled, finish_reasons(sampling, token_ids, num_tokens), 0)
-    finish = jnp.where((granted > 0) & ~is_good, FINISH_ERROR, finish)
+    finish = jnp.where((granted > 0) & ~is_good, STOP_ERROR, finish)
 
     P = rows.token_ids.shape[1]
     target = jnp.where(is_sampled, position, P)
