@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from jpaged.errors import CheckpointError, UnsupportedModelError
 from jpaged.loading import gguf, gguf_model, safetensors
@@ -151,11 +150,12 @@ def load_params(
     config: ModelConfig,
     dtype: str,
     *,
-    place: Callable[[NumpyArray], Array] = jnp.asarray,
+    place: Callable[[NumpyArray], Array] = jax.device_put,
 ) -> dict[str, Any]:
     """Reads the weights, tensor by tensor, as the canonical parameters in `dtype`.
 
-    `place` turns each array into what the tree holds; it decides on devices and sharding.
+    `place` turns each array into what the tree holds; it decides on devices and sharding. On a CPU
+    the default adopts the array, without a copy.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or its tensors are not those of `config`: the

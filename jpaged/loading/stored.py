@@ -16,7 +16,7 @@ from jpaged.errors import CheckpointError
 
 NumpyArray = np.ndarray[Any, np.dtype[Any]]
 _SLICE = 1 << 21  # values converted at once
-_ALIGNMENT = 64  # bytes; jax on a CPU adopts an array aligned so, and copies any other
+_ALIGNMENT = 64  # bytes; on a CPU `jax.device_put` adopts an array aligned so, and copies any other
 
 
 class StoredTensor(NamedTuple):
