@@ -12,33 +12,42 @@ from jax.typing import DTypeLike
 from jpaged.core.batch import Batch, Forward, KVCache
 from jpaged.model_config import ModelConfig
 from jpaged.models.attend import dense_attend, paged_attend
-from jpaged.models.llama import CausalLM
+from jpaged.models.llama import CausalLM, Linear, Norm
 from jpaged.models.registry import abstract_model, abstract_params
 from jpaged.typing import Array, Float, Int, Params
 
 
-def bind(config: ModelConfig, params: Params, *, fused: bool) -> CausalLM:
-    """The module of a tree of parameters, real or traced."""
+def bind(
+    config: ModelConfig, params: Params, *, fused: bool, row_invariant: bool = False
+) -> CausalLM:
+    """The module of a tree of parameters, real or traced.
+
+    row_invariant: a token's result has the same bits among any number of others.
+    """
     graphdef, _ = abstract_model(config, fused=fused)
-    return nnx.merge(graphdef, params)
+    model = nnx.merge(graphdef, params)
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, Linear | Norm):
+            module.row_invariant = row_invariant
+    return model
 
 
 @ft.lru_cache(maxsize=16)
 def make_forward(config: ModelConfig, *, deterministic: bool = False) -> Forward:
     """The engine's `Forward` over the serving tree. Equal arguments give the same object.
 
-    deterministic: as in `paged_attention`.
+    deterministic: a token's hidden state and logits have the same bits in any batch.
     """
 
     def hidden(params: Params, batch: Batch, kv: KVCache) -> tuple[Float[Array, "T D"], KVCache]:
-        model = bind(config, params, fused=True)
-        lengths = jnp.maximum(batch.prompt_lens[batch.token_rows], batch.positions + 1)
+        model = bind(config, params, fused=True, row_invariant=deterministic)
         attend = paged_attend(batch, deterministic=deterministic)
-        hidden, new_kv = model.model(batch.token_ids, batch.positions, lengths, kv, attend)
-        return hidden, cast(KVCache, new_kv)
+        lengths = jnp.maximum(batch.prompt_lens[batch.token_rows], batch.positions + 1)
+        out, new_kv = model.model(batch.token_ids, batch.positions, lengths, kv, attend)
+        return out, cast(KVCache, new_kv)
 
     def logits(params: Params, hidden: Float[Array, "B D"]) -> Float[Array, "B V"]:
-        return bind(config, params, fused=True).logits(hidden)
+        return bind(config, params, fused=True, row_invariant=deterministic).logits(hidden)
 
     return Forward(hidden, logits)
 

@@ -14,7 +14,7 @@ from jpaged.model_config import LayerConfig, ModelConfig
 from jpaged.models.attend import AttendFn
 from jpaged.ops.activation import ACTIVATIONS
 from jpaged.ops.kv_cache import LayerKV
-from jpaged.ops.linear import linear
+from jpaged.ops.linear import linear, linear_by_row
 from jpaged.ops.norm import offset_rms_norm, rms_norm
 from jpaged.ops.rope import apply_rope, rope_angles
 from jpaged.rope_config import RopeConfig
@@ -27,7 +27,7 @@ class Linear(nnx.Module):
     """A weight, `[out, in]` or, when fused, `[in, out]`, and perhaps a bias."""
 
     def __init__(self, num_in: int, num_out: int, *, bias: bool = False, fused: bool):
-        self.fused = fused
+        self.fused, self.row_invariant = fused, False
         self.weight = nnx.Param(jnp.zeros((num_in, num_out) if fused else (num_out, num_in)))
         self.bias = nnx.Param(jnp.zeros(num_out)) if bias else None
 
@@ -36,7 +36,8 @@ class Linear(nnx.Module):
     ) -> Float[Array, "T F"]:
         """The product, in x's dtype or the one asked for."""
         weight = self.weight[...] if self.fused else self.weight[...].T
-        y = linear(weight, x, dtype or x.dtype)
+        multiply = linear_by_row if self.row_invariant else linear
+        y = multiply(weight, x, dtype or x.dtype)
         return y if self.bias is None else y + jnp.broadcast_to(self.bias[...], y.shape)
 
 
@@ -56,12 +57,12 @@ class Norm(nnx.Module):
 
     def __init__(self, size: int, config: ModelConfig):
         self.weight = nnx.Param(jnp.zeros(size))
-        self.eps = config.rms_norm_eps
+        self.eps, self.row_invariant = config.rms_norm_eps, False
         self.norm = offset_rms_norm if config.norm_offset else rms_norm
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         """Over the last axis, in x's dtype."""
-        return self.norm(x, self.weight[...], eps=self.eps)
+        return self.norm(x, self.weight[...], eps=self.eps, row_invariant=self.row_invariant)
 
 
 class Attention(nnx.Module):

@@ -1,5 +1,6 @@
 """Tiny random Hugging Face models, made on the spot, and their logits: the oracle of the models."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -128,17 +129,16 @@ def make_hf_model(case: Case, seed: int = 0) -> Any:
     """The case's model in float32, with weights large enough to show in the logits."""
     name = case.architecture
     kind = "TextConfig" if name == "Gemma3" else "Config"
-    settings = {**SIZES, **case.settings}
-    # The config keeps and completes the dicts it is given.
-    settings = json.loads(json.dumps(settings))
+    # The config keeps and completes the dicts it is given: it gets copies.
+    settings = copy.deepcopy({**SIZES, **case.settings})
     config = getattr(transformers, name + kind)(**settings)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            is_norm = parameter.ndim == 1 and "RMSNorm" in str(type(parameter))
-            std = 0.3 if parameter.ndim == 1 or is_norm else 0.2
-            parameter.add_(std * torch.randn(parameter.shape, generator=generator))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                std = 0.2 if parameter.ndim == 2 else 0.3
+                parameter.add_(std * torch.randn(parameter.shape))
     return model
 
 
