@@ -49,7 +49,7 @@ def init_sampling_state(num_rows: int, num_stop_ids: int) -> SamplingState:
     """Rows that sample greedily and know no stop."""
     R = num_rows
 
-    def full(value: int | float, dtype: jax.typing.DTypeLike) -> Array:
+    def full(value: float, dtype: jax.typing.DTypeLike) -> Array:
         return jnp.full(R, value, dtype)  # a buffer each: shared ones could not be donated
 
     return SamplingState(
@@ -161,7 +161,22 @@ def _logprobs(logits: Float[Array, "B V"], tokens: Int[Array, " B"]) -> Float[Ar
 
 
 def _total(probs: Float[Array, "B tiles ids"]) -> Float[Array, " B"]:
-    return jnp.sum(jnp.sum(probs, axis=2), axis=1)
+    """A sum by additions of whole slices: their order is given, whatever the batch size."""
+    B = probs.shape[0]
+    flat = probs.reshape(B, -1)
+    while flat.shape[1] > 1:
+        flat = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % FOLD)))
+        # The barrier keeps XLA from writing all levels out as one long expression.
+        flat = lax.optimization_barrier(_fold(flat.reshape(B, FOLD, -1)))
+    return flat[:, 0]
+
+
+def _fold(x: Array) -> Array:
+    """Adds the slices along axis 1 one by one, which vectorizes better than a reduction."""
+    total = x[:, 0]
+    for i in range(1, x.shape[1]):
+        total = total + x[:, i]
+    return total
 
 
 def _random_bits(
@@ -191,7 +206,8 @@ def _draw(
     tile = jnp.sum(upto <= point[:, None], axis=1, dtype=jnp.int32)
     before = jnp.take_along_axis(upto - per_tile, tile[:, None], axis=1)
     inside = before + jnp.cumsum(_tile_at(kept, tile), axis=1)
-    return tile * TILE + jnp.sum(inside <= point[:, None], axis=1, dtype=jnp.int32)
+    token = tile * TILE + jnp.sum(inside <= point[:, None], axis=1, dtype=jnp.int32)
+    return jnp.minimum(token, logits.shape[1] - 1)  # NaN logits may lead astray, not out of range
 
 
 def _kept_shares(
@@ -275,12 +291,9 @@ def _mass(
 ) -> Int[Array, " B"]:
     """The weight of the ids at or above the floor."""
     B, tiles, ids = probs.shape
-    slices = probs.reshape(B, FOLD, tiles // FOLD, ids)
-    kept = jnp.zeros((B, tiles // FOLD, ids), jnp.int32)
-    for i in range(FOLD):
-        part = slices[:, i]
-        kept = kept + jnp.where(_bits(part) >= floor[:, None, None], weigh(part), 0)
-    return jnp.sum(jnp.sum(kept, axis=2), axis=1)
+    kept = jnp.where(_bits(probs) >= floor[:, None, None], weigh(probs), 0)
+    folded = _fold(kept.reshape(B, FOLD, tiles // FOLD, ids))
+    return jnp.sum(jnp.sum(folded, axis=2), axis=1)
 
 
 class _Near(NamedTuple):

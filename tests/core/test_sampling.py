@@ -176,6 +176,12 @@ def test_an_infinite_logit_wins():
     assert drawn.logprobs.tolist() == [0.0, 0.0]
 
 
+def test_nan_logits_give_some_id_of_the_vocabulary():
+    logits = jnp.full((2, 9), jnp.nan)
+    tokens = draw(make_rows([{}, {"top_k": 3, "top_p": 0.5}]), positions_of(2), logits).tokens
+    assert all(0 <= token < 9 for token in tokens.tolist())
+
+
 def test_logprobs_are_those_of_the_raw_logits_and_only_where_wanted():
     logits = np.random.default_rng(3).normal(size=(4, 1000)).astype(np.float32) * 4
     rows = make_rows([{"temperature": 0.0}, {"temperature": 0.4, "top_k": 3}, {"top_p": 0.5}, {}])
@@ -239,13 +245,13 @@ MIX = [
 
 
 @functools.cache
-def crowd(vocab: int) -> tuple[SamplingState, jax.Array, np.ndarray, np.ndarray]:
+def crowd(vocab: int) -> tuple[SamplingState, np.ndarray, np.ndarray, np.ndarray]:
     rows = make_rows([MIX[i % len(MIX)] for i in range(64)])
     rng = np.random.default_rng(vocab)
     spread = np.where(np.arange(64) % 5 == 0, 0.5, 3.0)[:, None]
     logits = jnp.asarray(rng.normal(size=(64, vocab)) * spread, jnp.float32)
     drawn = draw(rows, positions_of(64), logits)
-    return rows, logits, np.asarray(drawn.tokens), np.asarray(drawn.logprobs)
+    return jax.tree.map(np.asarray, (rows, logits, drawn.tokens, drawn.logprobs))
 
 
 @pytest.mark.parametrize("vocab", [1009, 8192])
@@ -257,20 +263,19 @@ def test_a_row_draws_the_same_in_a_batch_of_any_size(size, vocab):
     order = np.random.default_rng(size).permutation(64)
     for start in range(0, 64 - size + 1, max(size, 8)):
         ids = order[start : start + size]
-        drawn = draw(
-            jax.tree.map(lambda x, ids=ids: x[ids], rows), jnp.asarray(ids, jnp.int32), logits[ids]
-        )
+        some = jax.tree.map(lambda x, ids=ids: jnp.asarray(x[ids]), rows)
+        drawn = draw(some, jnp.asarray(ids, jnp.int32), jnp.asarray(logits[ids]))
         np.testing.assert_array_equal(drawn.tokens, tokens[ids])
         np.testing.assert_array_equal(drawn.logprobs, logprobs[ids])
 
 
 def test_wide_and_narrow_rows_keep_what_sorting_keeps_in_a_real_vocabulary():
     rows, logits, _, _ = crowd(8192)
-    probs = np.asarray(relative(logits[:14], jnp.maximum(rows.temperature[:14], 0.1)))
-    some = jax.tree.map(lambda x: x[:14], rows).replace(
-        temperature=jnp.maximum(rows.temperature[:14], 0.1)
-    )
-    got = np.asarray(kept_shares(some, logits[:14])).reshape(14, -1)
+    logits = jnp.asarray(logits[:14])
+    some = jax.tree.map(lambda x: jnp.asarray(x[:14]), rows)
+    some = some.replace(temperature=jnp.maximum(some.temperature, 0.1))
+    probs = np.asarray(relative(logits, some.temperature))
+    got = np.asarray(kept_shares(some, logits)).reshape(14, -1)
     for i in range(14):
         options = {name: np.asarray(getattr(some, name))[i] for name in ("top_k", "top_p", "min_p")}
         assert set(np.flatnonzero(got[i]).tolist()) == oracle.kept_ids(probs[i], **options)
