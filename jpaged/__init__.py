@@ -1,0 +1,38 @@
+"""A paged-attention inference engine for language models, as pure functions in JAX."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jpaged.config import CacheConfig, EngineConfig, ModelConfig
+    from jpaged.engine.llm import LLM
+    from jpaged.engine.output import CompletionOutput, RequestOutput
+    from jpaged.sampling_params import SamplingParams
+
+_WHERE = {
+    "LLM": "jpaged.engine.llm",
+    "SamplingParams": "jpaged.sampling_params",
+    "EngineConfig": "jpaged.config",
+    "CacheConfig": "jpaged.config",
+    "ModelConfig": "jpaged.config",
+    "RequestOutput": "jpaged.engine.output",
+    "CompletionOutput": "jpaged.engine.output",
+}
+
+__all__ = [
+    "LLM",
+    "CacheConfig",
+    "CompletionOutput",
+    "EngineConfig",
+    "ModelConfig",
+    "RequestOutput",
+    "SamplingParams",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name when it is first asked for: `import jpaged` alone stays quick."""
+    import importlib
+
+    if name in _WHERE:
+        return getattr(importlib.import_module(_WHERE[name]), name)
+    raise AttributeError(f"module 'jpaged' has no attribute {name!r}")

@@ -1,0 +1,147 @@
+"""How an engine runs: every value judged when it is made, every default resolved before it starts.
+
+What a model is stands in `jpaged.model_config`. Names and defaults are vLLM's where it has them.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+from jpaged.errors import ConfigError
+from jpaged.model_config import LayerConfig, ModelConfig
+
+__all__ = ["CacheConfig", "EngineConfig", "LayerConfig", "ModelConfig"]
+
+Implementation = Literal["auto", "xla"]
+
+# Rows and tokens of a step by default. A CPU is busy with 64 rows; a GPU is not.
+_DEFAULT_NUM_SEQS = {"cpu": 64, "gpu": 256}
+_DEFAULT_BATCHED_TOKENS = {"cpu": 1024, "gpu": 8192}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The block pool.
+
+    block_size: tokens per block, 1 to 256.
+    enable_prefix_caching: keep full blocks for later requests with the same prefix.
+    num_gpu_blocks_override: blocks in the pool, the null block included, whatever memory there is.
+    kv_cache_memory_bytes: bytes for KV, instead of a share of the memory.
+    gpu_memory_utilization: share of a GPU's memory that the engine may use. On a CPU the pool takes
+        `cpu_memory_share` of the machine's memory, at most what all rows together can use.
+    """
+
+    block_size: int = 16
+    enable_prefix_caching: bool = True
+    num_gpu_blocks_override: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.92
+    cpu_memory_share: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check_range("block_size", self.block_size, 1, 256)
+        _check_share("gpu_memory_utilization", self.gpu_memory_utilization)
+        _check_share("cpu_memory_share", self.cpu_memory_share)
+        if self.num_gpu_blocks_override is not None:
+            _check_range("num_gpu_blocks_override", self.num_gpu_blocks_override, 2)
+        if self.kv_cache_memory_bytes is not None:
+            _check_range("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The engine. None means: by model and device, see `resolved`.
+
+    dtype: of weights, KV and activations; auto is the checkpoint's.
+    max_model_len: most tokens of a request, prompt and output together.
+    max_num_seqs: rows, so the most sequences resident at once.
+    max_num_batched_tokens: token budget of a step; a longer prompt is read in chunks.
+    long_prefill_token_threshold: most tokens of one prompt in a step; 0 is no limit.
+    num_decode_steps: J, the decode steps made between two looks at the queue. 1 has the lowest
+        latency; it never changes results.
+    seed: seeds requests that bring no seed of their own, by their ordinal.
+    deterministic: the same bits for a request in any batch, at some cost.
+    implementation: of attention; auto takes the fastest for the device.
+    compilation_cache_dir: where compiled programs are kept between runs; "" keeps none.
+    """
+
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    long_prefill_token_threshold: int = 0
+    num_decode_steps: int = 8
+    max_stop_ids: int = 16
+    seed: int = 0
+    deterministic: bool = False
+    implementation: Implementation = "auto"
+    compilation_cache_dir: str | None = None
+    cache: CacheConfig = dataclasses.field(default_factory=CacheConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) is not None:
+                _check_range(name, getattr(self, name), 1)
+        _check_range("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
+        _check_range("num_decode_steps", self.num_decode_steps, 1, 256)
+        _check_range("max_stop_ids", self.max_stop_ids, 1, 1024)
+        _check_range("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.implementation not in ("auto", "xla"):
+            raise ConfigError(
+                f"implementation={self.implementation!r} is unknown; choose auto or xla"
+            )
+
+    @classmethod
+    def from_options(cls, **options: Any) -> "EngineConfig":
+        """From flat options, as on a command line; those of the cache go into `cache`.
+
+        Raises ConfigError for an option that does not exist.
+        """
+        cache_names = {field.name for field in dataclasses.fields(CacheConfig)}
+        own_names = {field.name for field in dataclasses.fields(cls)} - {"cache"}
+        if unknown := sorted(set(options) - cache_names - own_names):
+            raise ConfigError(
+                f"unknown option {unknown[0]!r}; there are {', '.join(sorted(cache_names | own_names))}"
+            )
+        cache = {name: options.pop(name) for name in cache_names & set(options)}
+        return cls(**options, cache=CacheConfig(**cache))
+
+    def resolved(self, model: ModelConfig, platform: str) -> "EngineConfig":
+        """The same with no value left open, checked against the model.
+
+        Raises ConfigError if max_model_len exceeds what the model can tell positions apart for, or
+        the token budget is smaller than the number of rows.
+        """
+        max_model_len = self.max_model_len or model.max_position
+        if max_model_len > model.max_position:
+            raise ConfigError(
+                f"max_model_len={max_model_len} exceeds the {model.max_position} positions of the "
+                f"model; lower it, or use a checkpoint with a rope scaling for longer contexts"
+            )
+        device = "cpu" if platform == "cpu" else "gpu"
+        num_seqs = self.max_num_seqs or _DEFAULT_NUM_SEQS[device]
+        batched = self.max_num_batched_tokens or max(_DEFAULT_BATCHED_TOKENS[device], num_seqs)
+        if batched < num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={batched} is below max_num_seqs={num_seqs}: a step could "
+                "not give each row a token; raise the one or lower the other"
+            )
+        return dataclasses.replace(
+            self,
+            max_model_len=max_model_len,
+            max_num_seqs=num_seqs,
+            max_num_batched_tokens=batched,
+            implementation="xla",
+        )
+
+
+def _check_range(name: str, value: Any, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name} must be an integer, got {value!r}")
+    if value < low or (high is not None and value > high):
+        limit = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise ConfigError(f"{name} must be {limit}, got {value}")
+
+
+def _check_share(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise ConfigError(f"{name} must be above 0 and at most 1, got {value!r}")

@@ -1,0 +1,79 @@
+"""The compiled entry points: the only place that calls `jax.jit`.
+
+Every program that changes the state donates it: the caller rebinds, and the old value is gone.
+Programs are shared by all engines of a process, so that an equal engine compiles nothing.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import monitoring
+
+from jpaged.core import block_pool, rows, step
+from jpaged.core.state import EngineState
+from jpaged.model_config import ModelConfig
+from jpaged.models.prepare import prepare
+from jpaged.typing import Array, Int, Params
+
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+match_admissions = jax.jit(rows.match_admissions)
+admit = jax.jit(rows.admit, donate_argnames="state")
+run_step = jax.jit(
+    step.step,
+    donate_argnames="state",
+    static_argnames=("forward", "num_tokens", "num_decode_rows"),
+)
+run_window = jax.jit(
+    step.decode_window, donate_argnames="state", static_argnames=("forward", "num_steps")
+)
+reset_hashes = jax.jit(block_pool.reset_hashes, donate_argnames="pool")
+
+
+def _release(state: EngineState, row_ids: Int[Array, " A"]) -> tuple[EngineState, Int[Array, ""]]:
+    state = rows.release(state, row_ids)
+    return state, block_pool.num_free(state.pool)
+
+
+def _prepare(params: Params, config: ModelConfig, dtype: str) -> Params:
+    # Copies: jit would hand leaves that stay as they are through, and their owner may donate them.
+    return jax.tree.map(jnp.copy, prepare(params, config, dtype))
+
+
+release = jax.jit(_release, donate_argnames="state")
+prepare_params = jax.jit(_prepare, static_argnames=("config", "dtype"))
+
+
+class CompileClock:
+    """Counts the programs compiled (or fetched from the persistent cache), and the seconds spent."""
+
+    def __init__(self) -> None:
+        self.num_programs, self.seconds = 0, 0.0
+        monitoring.register_event_duration_secs_listener(self._listen)
+
+    def _listen(self, event: str, duration: float, **_: Any) -> None:
+        if event == _COMPILE_EVENT:
+            self.num_programs += 1
+            self.seconds += duration
+
+
+compile_clock = CompileClock()
+
+
+def keep_programs(folder: str | None) -> None:
+    """Keeps compiled programs in a folder between runs; None: in the user's cache, "": nowhere.
+
+    A folder that the program itself has given to JAX stays.
+    """
+    if folder == "" or (folder is None and jax.config.jax_compilation_cache_dir):
+        return
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    jax.config.update(
+        "jax_compilation_cache_dir", folder or str(Path(base) / "jpaged" / "programs")
+    )
+    # Small programs count too: there are many, and each costs tenths of a second.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

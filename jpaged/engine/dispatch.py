@@ -1,0 +1,135 @@
+"""What goes to the device: host records packed into arrays of a few fixed sizes.
+
+Sizes come in buckets, so that few programs are compiled. Row lists are padded with the null row.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jpaged.core.rows import Admissions
+from jpaged.core.sampling import SamplingState, seed_key
+from jpaged.core.step import StepInputs
+from jpaged.engine.request import Sample
+
+NUM_ADMISSIONS = 8  # A: sequences looked up, seated or released by one call
+
+
+class Buckets(NamedTuple):
+    """The sizes programs are compiled for, ascending."""
+
+    decode_rows: tuple[int, ...]
+    prefill_rows: tuple[int, ...]
+    tokens: tuple[int, ...]
+    prompt_lens: tuple[int, ...]
+
+    @classmethod
+    def of(cls, max_num_seqs: int, max_num_batched_tokens: int, max_positions: int) -> "Buckets":
+        """Powers of two up to each limit; never one row, whose products a CPU computes slowly."""
+        most_rows = max(max_num_seqs, 2)
+        return cls(
+            decode_rows=_powers(2, most_rows, 2),
+            prefill_rows=_powers(NUM_ADMISSIONS, most_rows, 8),
+            tokens=_powers(16, max_num_batched_tokens, 2),
+            prompt_lens=_powers(256, max_positions, 4),
+        )
+
+
+def _powers(first: int, last: int, factor: int) -> tuple[int, ...]:
+    sizes = []
+    while first < last:
+        sizes.append(first)
+        first *= factor
+    return (*sizes, last)
+
+
+def fit(size: int, buckets: tuple[int, ...]) -> int:
+    """The smallest bucket that holds `size`."""
+    return next(bucket for bucket in buckets if bucket >= size)
+
+
+def pad_rows(row_ids: Sequence[int], size: int) -> np.ndarray:
+    """Row ids i32[size], padded with the null row."""
+    padded = np.zeros(size, np.int32)
+    padded[: len(row_ids)] = row_ids
+    return padded
+
+
+def pack_admissions(
+    samples: Sequence[Sample],
+    row_ids: Sequence[int],
+    *,
+    prompt_lens: tuple[int, ...],
+    num_stop_ids: int,
+    reads_cache: bool,
+) -> Admissions:
+    """At most A samples, to sit in the given rows with all tokens they have so far."""
+    A = NUM_ADMISSIONS
+    token_lists = [sample.token_ids for sample in samples]
+    width = fit(max(len(tokens) for tokens in token_lists), prompt_lens)
+    token_ids = np.zeros((A, width), np.int32)
+    for place, tokens in enumerate(token_lists):
+        token_ids[place, : len(tokens)] = tokens
+    requests = [sample.request for sample in samples]
+    root = np.zeros((A, 4), np.uint32)
+    root[: len(samples)] = [request.root for request in requests]
+    return Admissions(
+        row_ids=pad_rows(row_ids, A),
+        token_ids=token_ids,
+        num_tokens=_padded([len(tokens) for tokens in token_lists], np.int32),
+        prompt_len=_padded([len(r.prompt_token_ids) for r in requests], np.int32),
+        request_root=root,
+        sample_index=_padded([sample.index for sample in samples], np.int32),
+        adapter_id=np.zeros(A, np.int32),
+        reads_cache=np.full(A, reads_cache),
+        sampling=_pack_sampling(samples, num_stop_ids),
+    )
+
+
+def _padded(values: Sequence[float], dtype: type) -> np.ndarray:
+    padded = np.zeros(NUM_ADMISSIONS, dtype)
+    padded[: len(values)] = values
+    return padded
+
+
+def _pack_sampling(samples: Sequence[Sample], num_stop_ids: int) -> SamplingState:
+    requests = [sample.request for sample in samples]
+    params = [request.params for request in requests]
+    key = np.zeros((NUM_ADMISSIONS, 2), np.uint32)
+    key[: len(samples)] = [seed_key(request.seed) for request in requests]
+    stop_ids = np.full((NUM_ADMISSIONS, num_stop_ids), -1, np.int32)
+    for place, request in enumerate(requests):
+        stop_ids[place, : len(request.stop_ids)] = request.stop_ids
+    state = SamplingState(
+        key=key,
+        temperature=_padded([p.temperature for p in params], np.float32),
+        top_p=_padded([p.top_p for p in params], np.float32),
+        top_k=_padded([p.top_k for p in params], np.int32),
+        min_p=_padded([p.min_p for p in params], np.float32),
+        eos_id=_padded([request.eos_id for request in requests], np.int32),
+        stop_ids=stop_ids,
+        min_len=np.zeros(NUM_ADMISSIONS, np.int32),
+        max_len=_padded([request.max_len for request in requests], np.int32),
+        want_logprobs=_padded([p.logprobs is not None for p in params], np.bool_),
+    )
+    return state
+
+
+class PrefillRow(NamedTuple):
+    """A row of a prefill step: a sequence's tokens, or a fork of an earlier row of the step."""
+
+    sample: Sample
+    row_id: int
+    num_new: int
+    parent: int | None = None  # index of the row it is forked from
+
+
+def pack_step(rows: Sequence[PrefillRow], size: int) -> StepInputs:
+    """Prefill rows as the inputs of `step`."""
+    limits, parent = np.zeros(size, np.int32), np.arange(size, dtype=np.int32)
+    sample_index = np.zeros(size, np.int32)
+    for place, row in enumerate(rows):
+        limits[place], sample_index[place] = row.num_new, row.sample.index
+        parent[place] = place if row.parent is None else row.parent
+    return StepInputs(pad_rows([row.row_id for row in rows], size), limits, parent, sample_index)

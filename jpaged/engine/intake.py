@@ -1,0 +1,270 @@
+"""The front desk: judges prompts and parameters before any device work, and words the results."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jpaged.config import EngineConfig, ModelConfig
+from jpaged.engine.output import CompletionOutput, Logprob, RequestOutput
+from jpaged.engine.request import Request, Sample, cache_root, derived_seed
+from jpaged.errors import RequestError, RequestTooLongError
+from jpaged.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+# Names in generation_config.json -> ours.
+_DEFAULTS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "max_new_tokens": "max_tokens",
+}
+_PROMPT_TAIL = 8  # prompt tokens that the output's text may hang on
+
+
+class Intake:
+    """Turns prompts into requests that the engine can serve, and requests into outputs.
+
+    num_blocks: the pool's, null block included. generation_config: the checkpoint's; end-of-sequence
+    ids are taken from it, and default parameters if `use_defaults`.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: EngineConfig,
+        num_blocks: int,
+        tokenizer: Any,
+        generation_config: Mapping[str, Any],
+        *,
+        use_defaults: bool,
+    ) -> None:
+        assert config.max_model_len is not None
+        self._model, self._config, self._tokenizer = model, config, tokenizer
+        self._max_model_len = config.max_model_len
+        self._pool_tokens = (num_blocks - 1) * config.cache.block_size
+        self._eos_ids = _eos_ids(generation_config, tokenizer)
+        self._num_requests = 0
+        self.default_params = _default_params(generation_config if use_defaults else {})
+
+    # --- in ---
+
+    def accept(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[Request]:
+        """Requests for the prompts, in their order. Raises RequestError for the first bad one."""
+        listed = _list_prompts(prompts)
+        params = self._params_for(listed, sampling_params)
+        requests = []
+        for place, (prompt, one) in enumerate(zip(listed, params, strict=True)):
+            try:
+                requests.append(self._accept_one(prompt, one, self._num_requests + place))
+            except RequestError as error:
+                raise type(error)(f"prompt {place}: {error}") from None
+        self._num_requests += len(requests)
+        return requests
+
+    def _params_for(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> Sequence[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or self.default_params] * len(prompts)
+        if len(params) != len(prompts):
+            raise RequestError(
+                f"{len(prompts)} prompts came with {len(params)} sampling_params; "
+                "give one for all, or one each"
+            )
+        for one in params:
+            if not isinstance(one, SamplingParams):
+                raise RequestError(f"sampling_params must be SamplingParams, got {one!r}")
+        return params
+
+    def _accept_one(self, prompt: Prompt, params: SamplingParams, ordinal: int) -> Request:
+        text, token_ids, salt = self._read_prompt(prompt)
+        self._check_tokens(token_ids)
+        max_len = self._max_len(len(token_ids), params)
+        stop_ids = dict.fromkeys(params.stop_token_ids or ())
+        if not params.ignore_eos:
+            stop_ids |= dict.fromkeys(self._eos_ids[1:])
+        if len(stop_ids) > self._config.max_stop_ids:
+            raise RequestError(
+                f"{len(stop_ids)} stop ids exceed max_stop_ids={self._config.max_stop_ids}; "
+                "start the engine with more"
+            )
+        rope_start = self._model.dynamic_rope_start
+        has_own_rope = rope_start is not None and len(token_ids) > rope_start
+        seed = params.seed
+        return Request(
+            request_id=str(ordinal),
+            prompt=text,
+            prompt_token_ids=token_ids,
+            params=params,
+            max_len=max_len,
+            stop_ids=tuple(stop_ids),
+            eos_id=self._eos_ids[0] if self._eos_ids and not params.ignore_eos else -1,
+            seed=derived_seed(self._config.seed, ordinal) if seed is None else seed % 2**64,
+            root=cache_root(cache_salt=salt, rope_len=len(token_ids) if has_own_rope else 0),
+        )
+
+    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
+        """Text if there is any, token ids, and the salt of the prefix cache."""
+        if isinstance(prompt, str):
+            return prompt, self._encode(prompt), None
+        if not isinstance(prompt, Mapping):
+            return None, _check_ids(prompt), None
+        if unknown := sorted(set(prompt) - _PROMPT_KEYS):
+            raise RequestError(f"unknown key {unknown[0]!r}; there are {sorted(_PROMPT_KEYS)}")
+        text, token_ids, salt = (
+            prompt.get(key) for key in ("prompt", "prompt_token_ids", "cache_salt")
+        )
+        if salt is not None and not (isinstance(salt, str) and salt):
+            raise RequestError(f"cache_salt must be a string that is not empty, got {salt!r}")
+        if token_ids is not None:
+            return text, _check_ids(token_ids), salt
+        if not isinstance(text, str):
+            raise RequestError("it has neither a prompt text nor prompt_token_ids")
+        return text, self._encode(text), salt
+
+    def _encode(self, text: str) -> list[int]:
+        if self._tokenizer is None:
+            raise RequestError("a text needs a tokenizer, and this engine has none; give token ids")
+        return list(self._tokenizer.encode(text))
+
+    def _check_tokens(self, token_ids: list[int]) -> None:
+        if not token_ids:
+            raise RequestError("it is empty; give at least one token")
+        vocab_size = self._model.vocab_size
+        if bad := [token for token in token_ids if not 0 <= token < vocab_size]:
+            raise RequestError(
+                f"token id {bad[0]} is outside the vocabulary of {vocab_size} (0 to {vocab_size - 1})"
+            )
+
+    def _max_len(self, prompt_len: int, params: SamplingParams) -> int:
+        """Tokens at which a sample ends, if it can hold any output at all."""
+        limit = self._max_model_len
+        if prompt_len >= limit:
+            raise RequestTooLongError(
+                f"it has {prompt_len} tokens, and with one of output exceeds max_model_len={limit}; "
+                f"shorten it to at most {limit - 1}, or start the engine with a larger max_model_len"
+            )
+        max_len = min(limit, prompt_len + (params.max_tokens or limit))
+        # The last token's KV is never needed.
+        if max_len - 1 > self._pool_tokens:
+            room = self._pool_tokens + 1 - prompt_len
+            way = f"lower max_tokens to at most {room}" if room > 0 else "shorten the prompt"
+            raise RequestTooLongError(
+                f"{prompt_len} prompt tokens and up to {max_len - prompt_len} of output need more "
+                f"than the {self._pool_tokens} tokens of the block pool; {way}, or start the engine "
+                "with a larger pool"
+            )
+        return max_len
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
+        """A conversation as a prompt, with exactly the special tokens its template writes."""
+        if self._tokenizer is None:
+            raise RequestError("chat needs a tokenizer, and this engine has none")
+        if not (options.get("chat_template") or getattr(self._tokenizer, "chat_template", None)):
+            raise RequestError(
+                "the model has no chat template (a base model?); give chat_template=, or use generate"
+            )
+        text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return {"prompt": text, "prompt_token_ids": list(token_ids)}
+
+    # --- out ---
+
+    def output_of(self, request: Request) -> RequestOutput:
+        """What a user gets of a request, whatever state it is in."""
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=[self._completion_of(request, sample) for sample in request.samples],
+            finished=request.is_finished,
+            num_cached_tokens=request.num_cached_tokens,
+        )
+
+    def _completion_of(self, request: Request, sample: Sample) -> CompletionOutput:
+        has_logprobs = request.params.logprobs is not None
+        return CompletionOutput(
+            index=sample.index,
+            text=self._text_of(request, sample),
+            token_ids=list(sample.output_ids),
+            cumulative_logprob=sum(sample.logprobs) if has_logprobs else None,
+            logprobs=self._logprobs_of(sample) if has_logprobs else None,
+            finish_reason=sample.finish_reason,
+            stop_reason=sample.stop_reason,
+        )
+
+    def _logprobs_of(self, sample: Sample) -> list[dict[int, Logprob]]:
+        pairs = zip(sample.output_ids, sample.logprobs, strict=True)
+        return [{t: Logprob(value, None, self._decode([t], False))} for t, value in pairs]
+
+    def _text_of(self, request: Request, sample: Sample) -> str:
+        """The output's text as it continues the prompt's: what decoding both adds to the prompt's,
+        where an unfinished character at the prompt's end does not count as the prompt's."""
+        params = request.params
+        if self._tokenizer is None or not params.detokenize:
+            return ""
+        # The token that stopped a sample is no part of its text.
+        end = len(sample.output_ids) - (sample.finish_reason == "stop")
+        tail = request.prompt_token_ids[-_PROMPT_TAIL:]
+        before = self._decode(tail, params.skip_special_tokens).rstrip("\N{REPLACEMENT CHARACTER}")
+        whole = self._decode(tail + sample.output_ids[:end], params.skip_special_tokens)
+        return whole[len(before) :]
+
+    def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+
+def _list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    listed: list[Any] = list(prompts)
+    if listed and all(isinstance(item, int) for item in listed):
+        return [listed]
+    return listed
+
+
+def _check_ids(token_ids: Any) -> list[int]:
+    try:
+        ids = [token.__index__() for token in token_ids]
+    except (TypeError, AttributeError):
+        raise RequestError(f"token ids must be integers, got {token_ids!r:.80}") from None
+    return ids
+
+
+def _eos_ids(generation_config: Mapping[str, Any], tokenizer: Any) -> list[int]:
+    """End-of-sequence ids: the tokenizer's own first, as vLLM, then the others."""
+    listed = generation_config.get("eos_token_id") or []
+    ids = [listed] if isinstance(listed, int) else list(listed)
+    own = getattr(tokenizer, "eos_token_id", None)
+    if own is not None:
+        ids = [own, *(token for token in ids if token != own)]
+    return ids
+
+
+def _default_params(generation_config: Mapping[str, Any]) -> SamplingParams:
+    found = {
+        ours: generation_config[theirs]
+        for theirs, ours in _DEFAULTS.items()
+        if generation_config.get(theirs) is not None
+    }
+    if generation_config.get("repetition_penalty") not in (None, 1, 1.0):
+        logger.warning(
+            "the checkpoint's default repetition_penalty=%s is not supported yet and is left out",
+            generation_config["repetition_penalty"],
+        )
+    if found:
+        logger.info("Default sampling parameters, from the checkpoint: %s", found)
+    return SamplingParams(**found)

@@ -1,0 +1,201 @@
+"""`LLM`: vLLM's offline class. Prompts in, `RequestOutput`s out, in input order."""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+
+from jpaged import loading
+from jpaged.config import EngineConfig, ModelConfig
+from jpaged.engine import compiled
+from jpaged.engine.engine import Engine
+from jpaged.engine.intake import Intake, Prompt
+from jpaged.engine.output import RequestOutput
+from jpaged.engine.request import Request
+from jpaged.engine.serving import make_engine, prepare_params
+from jpaged.engine.stats import EngineStats
+from jpaged.errors import ConfigError, RequestError
+from jpaged.sampling_params import SamplingParams
+from jpaged.typing import Params
+
+logger = logging.getLogger(__name__)
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A model ready to answer batches of prompts.
+
+    model: a Hugging Face directory or GGUF file, or a `ModelConfig` (or Hugging Face config dict)
+        together with `params`.
+    params: the canonical tree of weights, for programs that own them. They are copied into the
+        engine's own layout; `update_params` takes new ones.
+    tokenizer: a path, or any object with transformers' interface. skip_tokenizer_init: none at all;
+        prompts are token ids then, and outputs carry no text.
+    generation_config: "auto" takes end-of-sequence ids and default sampling from the checkpoint,
+        "vllm" takes the end-of-sequence ids alone.
+    options: the fields of `EngineConfig` and `CacheConfig`, flat.
+
+    Raises ConfigError or CheckpointError before any weight is read where possible.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | ModelConfig | Mapping[str, Any],
+        *,
+        params: Params | None = None,
+        tokenizer: Any = None,
+        skip_tokenizer_init: bool = False,
+        generation_config: str = "auto",
+        chat_template: str | None = None,
+        **options: Any,
+    ) -> None:
+        if generation_config not in ("auto", "vllm"):
+            raise ConfigError(
+                f"generation_config={generation_config!r} is unknown; choose auto or vllm"
+            )
+        config = EngineConfig.from_options(**options)
+        compiled.keep_programs(config.compilation_cache_dir)
+        is_path = isinstance(model, str | Path)
+        if is_path == (params is not None):
+            raise ConfigError(
+                "give a path, whose weights are loaded, or a ModelConfig with params=its weights; "
+                f"got model={type(model).__name__} and params "
+                f"{'too' if params is not None else '=None'}"
+            )
+        self._chat_template = chat_template
+        self._tokenizer = None if skip_tokenizer_init else _load_tokenizer(tokenizer, model)
+        self._engine, self.model_config, self._dtype = make_engine(model, params, config)
+        self._intake = Intake(
+            self.model_config,
+            self._engine.config,
+            self._engine.num_blocks,
+            self._tokenizer,
+            loading.load_generation_config(model) if isinstance(model, str | Path) else {},
+            use_defaults=generation_config == "auto",
+        )
+
+    # --- generation ---
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes prompts, all in one continuously batched run.
+
+        prompts: text, token ids, or dicts with `prompt` or `prompt_token_ids` and an optional
+            `cache_salt`; one or a list.
+        sampling_params: one for all, or one each; None takes the model's defaults.
+
+        Returns outputs in the order of the prompts. Raises RequestError, before any work, if one of
+        the requests can not be served: then none is. An interrupt or error ends this call's
+        requests and leaves the engine usable.
+        """
+        requests = self._intake.accept(prompts, sampling_params)
+        try:
+            for request in requests:
+                self._engine.add(request)
+            self._run(requests, use_tqdm=use_tqdm)
+        except BaseException:
+            # Wherever it struck, host and device start again from what the host knows.
+            self._engine.abort_and_restart(requests)
+            raise
+        return [self._intake.output_of(request) for request in requests]
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or a list of them, through the model's chat template."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [
+            self._intake.apply_chat_template(
+                conversation,
+                chat_template=chat_template or self._chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def _run(self, requests: Sequence[Request], *, use_tqdm: bool) -> None:
+        started, num_output = time.perf_counter(), 0
+        bar = tqdm(total=len(requests), desc="Processed prompts", disable=not use_tqdm)
+        with bar:
+            while self._engine.has_unfinished:
+                for request in self._engine.step():
+                    num_output += sum(len(sample.output_ids) for sample in request.samples)
+                    speed = num_output / (time.perf_counter() - started)
+                    bar.set_postfix_str(f"output {speed:.1f} tokens/s", refresh=False)
+                    bar.update()
+
+    # --- everything else ---
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer, with transformers' interface. Raises RequestError if there is none."""
+        if self._tokenizer is None:
+            raise RequestError("this LLM has no tokenizer (skip_tokenizer_init=True)")
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` takes when no parameters are given."""
+        return self._intake.default_params
+
+    def update_params(self, params: Params) -> None:
+        """Takes new weights, a canonical tree of the same shapes. Compiles nothing, and nothing
+        computed with the old weights is used again. Raises ConfigError if the tree differs."""
+        self._engine.update_params(prepare_params(params, self.model_config, self._dtype))
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets cached prefixes; False while requests run."""
+        return self._engine.reset_prefix_cache()
+
+    @property
+    def stats(self) -> EngineStats:
+        """The engine's counts."""
+        return self._engine.stats
+
+    @property
+    def engine(self) -> Engine:
+        """The engine below, for those who plan their own steps."""
+        return self._engine
+
+    def close(self) -> None:
+        """Frees weights and KV cache. Also at the end of `with LLM(...) as llm`."""
+        self._engine.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _load_tokenizer(tokenizer: Any, model: Any) -> Any:
+    """The given tokenizer, or that of a path; none for a model given as config and params."""
+    if tokenizer is None:
+        return loading.load_tokenizer(model) if isinstance(model, str | Path) else None
+    return loading.load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer

@@ -1,0 +1,92 @@
+"""Requests as the host keeps them: what was asked, and how far each sample has come.
+
+Knows nothing of the device. The engine keeps `context_len`, `num_blocks` and the tokens in step
+with what its programs report.
+"""
+
+import dataclasses
+import hashlib
+import struct
+from typing import Any, Literal
+
+from jpaged.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """One prompt with its parameters and its n samples."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_len: int  # tokens, prompt included, at which a sample ends
+    stop_ids: tuple[int, ...]
+    eos_id: int  # -1: none, or ignored
+    seed: int
+    root: tuple[int, int, int, int]  # what KV depends on besides tokens and weights
+    samples: list["Sample"] = dataclasses.field(default_factory=list)
+    num_cached_tokens: int | None = None  # of the first admission
+
+    def __post_init__(self) -> None:
+        self.samples = [Sample(self, index) for index in range(self.params.n)]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every sample has ended."""
+        return all(sample.finish_reason for sample in self.samples)
+
+
+@dataclasses.dataclass(eq=False)
+class Sample:
+    """One of a request's n outputs: a sequence that sits in a row, waits for one, or has ended."""
+
+    request: Request
+    index: int
+    output_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    row_id: int | None = None
+    context_len: int = 0
+    num_blocks: int = 0
+    forks: list["Sample"] = dataclasses.field(default_factory=list)  # wait for this one's prompt
+    is_tail_shared: bool = False  # its partly filled block may be shared with other samples
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and output."""
+        return self.request.prompt_token_ids + self.output_ids
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of prompt and output."""
+        return len(self.request.prompt_token_ids) + len(self.output_ids)
+
+    def leave_row(self) -> None:
+        """Forgets everything about the row it sat in."""
+        self.row_id, self.context_len, self.num_blocks = None, 0, 0
+        self.is_tail_shared = False
+
+    def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """Ends the sample."""
+        self.finish_reason, self.stop_reason = reason, stop_reason
+
+
+def derived_seed(engine_seed: int, ordinal: int) -> int:
+    """The 64-bit seed of a request that brought none: a function of engine seed and ordinal."""
+    data = struct.pack("<QQ", engine_seed % 2**64, ordinal)
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
+
+
+def cache_root(*, cache_salt: str | None, rope_len: int) -> tuple[int, int, int, int]:
+    """128 bits that tell apart KV of equal tokens: the request's salt, and the prompt length where
+    rope scaling depends on it (0: it does not). Fields are length-delimited, so none can pass for
+    another."""
+    salt = b"" if cache_salt is None else b"\x01" + cache_salt.encode()
+    data = struct.pack("<QQ", len(salt), rope_len) + salt
+    words: Any = struct.unpack("<4I", hashlib.sha256(data).digest()[:16])
+    return words

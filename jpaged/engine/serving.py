@@ -1,0 +1,137 @@
+"""From a model and a configuration to an engine that can run: load, lay out, size the pool."""
+
+import logging
+import secrets
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpaged import loading
+from jpaged.config import EngineConfig, ModelConfig
+from jpaged.core.state import EngineState, init_state
+from jpaged.engine import capacity, compiled
+from jpaged.engine.engine import Engine
+from jpaged.errors import ConfigError
+from jpaged.models.forward import make_forward
+from jpaged.models.prepare import param_bytes
+from jpaged.models.registry import abstract_params
+from jpaged.ops.kv_cache import init_layer_kv
+from jpaged.typing import Params
+
+logger = logging.getLogger(__name__)
+
+ModelSource = str | Path | ModelConfig | Mapping[str, Any]
+
+
+def make_engine(
+    source: ModelSource, params: Params | None, config: EngineConfig
+) -> tuple[Engine, ModelConfig, str]:
+    """Loads what `source` names, or takes the given canonical `params`, and starts an engine.
+
+    Returns the engine, the model's config and the dtype it runs in. Raises ConfigError and
+    CheckpointError.
+    """
+    model = resolve_model(source)
+    device = jax.devices()[0]
+    config = config.resolved(model, device.platform)
+    dtype = _resolve_dtype(source, model, config)
+    num_blocks = None if device.platform != "cpu" else _num_blocks(config, model, dtype, device)
+    started = time.perf_counter()
+    if params is None:
+        assert isinstance(source, str | Path)
+        params = loading.load_params(source, model, dtype)
+    serving = prepare_params(params, model, dtype)
+    del params
+    jax.block_until_ready(serving)
+    logger.info(
+        "Model loading took %.2f s; weights are %d bytes in %s on %s",
+        time.perf_counter() - started,
+        param_bytes(serving),
+        dtype,
+        device.device_kind,
+    )
+    if num_blocks is None:  # what a GPU has left is known only now
+        num_blocks = _num_blocks(config, model, dtype, device)
+    _log_capacity(num_blocks, config)
+    hash_key = np.frombuffer(secrets.token_bytes(16), np.uint32)
+
+    def make_state() -> EngineState:
+        return empty_state(model, config, dtype, num_blocks, hash_key)
+
+    forward = make_forward(model, deterministic=config.deterministic)
+    return Engine(forward, serving, config, make_state), model, dtype
+
+
+def resolve_model(source: ModelSource) -> ModelConfig:
+    """The model's config, from wherever it is told."""
+    if isinstance(source, ModelConfig):
+        return source
+    if isinstance(source, Mapping):
+        return ModelConfig.from_hf(dict(source))
+    return ModelConfig.from_hf(loading.load_hf_config(source))
+
+
+def _resolve_dtype(source: ModelSource, model: ModelConfig, config: EngineConfig) -> str:
+    is_gguf = isinstance(source, str | Path) and loading.find_checkpoint(source).kind == "gguf"
+    return loading.resolve_dtype(config.dtype, model.dtype, is_gguf)
+
+
+def prepare_params(params: Params, model: ModelConfig, dtype: str) -> Params:
+    """The serving tree of a canonical tree: copies, which the caller's own donations can not hurt.
+
+    Raises ConfigError if the tree is not this model's: the names or shapes that differ.
+    """
+    expected = abstract_params(model, dtype)
+    if jax.tree.structure(params) != jax.tree.structure(expected):
+        raise ConfigError(f"params are not a tree of this model: {_difference(params, expected)}")
+    for (path, got), want in zip(
+        jax.tree.leaves_with_path(params), jax.tree.leaves(expected), strict=True
+    ):
+        if jnp.shape(got) != want.shape:
+            raise ConfigError(
+                f"params{jax.tree_util.keystr(path)} has shape {jnp.shape(got)}, "
+                f"the model needs {want.shape}"
+            )
+    return compiled.prepare_params(params, config=model, dtype=dtype)
+
+
+def _difference(params: Params, expected: Params) -> str:
+    def names(tree: Params) -> set[str]:
+        return {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)}
+
+    missing, unknown = names(expected) - names(params), names(params) - names(expected)
+    return f"missing {sorted(missing)[:3]}, unknown {sorted(unknown)[:3]}"
+
+
+def empty_state(
+    model: ModelConfig, config: EngineConfig, dtype: str, num_blocks: int, hash_key: np.ndarray
+) -> EngineState:
+    """A fresh state for a resolved config."""
+    is_cpu = jax.devices()[0].platform == "cpu"
+    S, K, C = config.cache.block_size, model.num_kv_heads, model.head_dim
+    assert config.max_num_seqs is not None
+    return init_state(
+        tuple(init_layer_kv(num_blocks, S, K, C, dtype, is_cpu) for _ in model.layers),
+        num_rows=config.max_num_seqs,
+        max_blocks_per_row=capacity.blocks_per_request(config),
+        hash_key=jnp.array(hash_key),
+        num_stop_ids=config.max_stop_ids,
+    )
+
+
+def _num_blocks(config: EngineConfig, model: ModelConfig, dtype: str, device: jax.Device) -> int:
+    return capacity.choose_num_blocks(config, model, dtype, device)
+
+
+def _log_capacity(num_blocks: int, config: EngineConfig) -> None:
+    logger.info("KV cache size: %s tokens", f"{capacity.kv_cache_tokens(num_blocks, config):,}")
+    logger.info(
+        "Maximum concurrency for %s tokens per request: %.2fx",
+        f"{config.max_model_len:,}",
+        capacity.max_concurrency(num_blocks, config),
+    )

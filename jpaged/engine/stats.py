@@ -1,0 +1,49 @@
+"""What the engine counts, in tokens, blocks and steps."""
+
+import dataclasses
+
+from jpaged.engine.request import Sample
+
+
+@dataclasses.dataclass
+class EngineStats:
+    """Counts since the engine started.
+
+    num_cache_queries and num_cache_hits are tokens, counted at a sample's first admission alone, as
+    vLLM does; resumed ones are counted apart. num_window_tokens are those made in windows of more
+    than one step.
+    """
+
+    num_preemptions: int = 0
+    num_cache_queries: int = 0
+    num_cache_hits: int = 0
+    num_resumed_queries: int = 0
+    num_resumed_hits: int = 0
+    num_prefill_steps: int = 0
+    num_prefill_tokens: int = 0
+    num_windows: int = 0
+    num_decode_tokens: int = 0
+    num_window_tokens: int = 0
+
+    def count_admission(self, sample: Sample, num_cached: int) -> None:
+        """A sample took a row; `num_cached` of its tokens had their KV in the cache."""
+        if sample.output_ids:
+            self.num_resumed_queries += sample.num_tokens
+            self.num_resumed_hits += num_cached
+            return
+        self.num_cache_queries += sample.num_tokens
+        self.num_cache_hits += num_cached
+        if sample.request.num_cached_tokens is None:
+            sample.request.num_cached_tokens = num_cached
+
+    def count_window(self, num_steps: int, num_sampled: int) -> None:
+        """A window of `num_steps` made `num_sampled` tokens."""
+        self.num_windows += 1
+        self.num_decode_tokens += num_sampled
+        if num_steps > 1:
+            self.num_window_tokens += num_sampled
+
+    @property
+    def window_share(self) -> float:
+        """Share of the decoded tokens that were made in windows."""
+        return self.num_window_tokens / max(self.num_decode_tokens, 1)
