@@ -15,7 +15,14 @@ from tests.models.hf_models import CASES, read_fixture
 
 SHIPPED = Path(__file__).parent.parent / "fixtures" / "arch"
 SHIPPED_FIXTURES = ("llama_llama3rope", "mistral_sw16", "qwen3", "gemma3_text")
-SHARED_FIXTURES = ("llama_bias_tied", "llama_linear_rope", "llama_yarn", "llama_bfloat16", "qwen2")
+SHARED_FIXTURES = (
+    "llama_bfloat16",
+    "llama_bias_tied",
+    "llama_float16",
+    "llama_linear_rope",
+    "llama_yarn",
+    "qwen2",
+)
 
 
 def assert_logits_equal(got: jax.Array, want: np.ndarray) -> None:
