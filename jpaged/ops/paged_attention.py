@@ -21,6 +21,7 @@ from jpaged.typing import Array, Bool, Float, Int
 
 TILE_KV = 128  # keys a tile aims at; a tile is a whole number of blocks
 TILE_Q = 32  # queries of one row that share their tiles of keys
+ROW_QUANTUM = 8  # deterministic products have the group's size, rounded up to this, as their rows
 MASKED = -1e30  # finite: the difference of two masked scores is 0, not NaN
 
 
@@ -31,7 +32,7 @@ class _Rule(NamedTuple):
     window: int | None
     soft_cap: float | None
     sinks: Float[Array, " H"] | None
-    deterministic: bool
+    fixed_rows: int | None  # rows of every product; None: as they come
 
 
 class _Queries(NamedTuple):
@@ -82,7 +83,9 @@ def paged_attention(
         sinks: a logit per head that takes part in the softmax and has no value.
         deterministic: a query's result has the same bits in any batch, decoded or prefilled.
     """
-    rule = _Rule(scale, window, soft_cap, sinks, deterministic)
+    group = q.shape[1] // kv.k.shape[2]
+    fixed_rows = -(-group // ROW_QUANTUM) * ROW_QUANTUM if deterministic else None
+    rule = _Rule(scale, window, soft_cap, sinks, fixed_rows)
     block_table = _whole_tiles(block_table, block_size=kv.k.shape[1])
     decoded = _attend_decode(
         q[:num_decode_rows],
@@ -230,8 +233,9 @@ def _add_tile(
     decay = jnp.exp(softmax.peak - peak)
     return _Softmax(
         peak=peak,
-        total=softmax.total * decay + jnp.sum(weights, axis=-1),
-        value=softmax.value * decay[..., None] + _weighted(weights.astype(v.dtype), v),
+        total=softmax.total * decay + _sum_weights(weights, rule),
+        value=softmax.value * decay[..., None]
+        + _product(weights.astype(v.dtype), v, rule, contract=2),
     )
 
 
@@ -267,16 +271,40 @@ def _first_visible(position: Int[Array, "..."], rule: _Rule) -> Int[Array, "..."
 def _scores(
     q: Float[Array, "B K tile_q C"], k: Float[Array, "B K tile_kv C"], rule: _Rule
 ) -> Float[Array, "B K tile_q tile_kv"]:
-    scores = _batched_dot(q, k.astype(q.dtype), contract=3) * rule.scale
+    scores = _product(q, k.astype(q.dtype), rule, contract=3) * rule.scale
     if rule.soft_cap is None:
         return scores
     return rule.soft_cap * jnp.tanh(scores / rule.soft_cap)
 
 
-def _weighted(
-    weights: Float[Array, "B K tile_q tile_kv"], v: Float[Array, "B K tile_kv C"]
-) -> Float[Array, "B K tile_q C"]:
-    return _batched_dot(weights, v, contract=2)
+def _product(
+    x: Float[Array, "B K _ _"], y: Float[Array, "B K _ _"], rule: _Rule, *, contract: int
+) -> Float[Array, "B K _ _"]:
+    """A product per group and KV head, over the last axis of x.
+
+    What sum a product takes, in which order, depends on how many rows it has. Deterministic mode
+    cuts x into pieces of one size, be it one decoded query or a tile of them.
+    """
+    if rule.fixed_rows is None:
+        return _batched_dot(x, y, contract=contract)
+    rows = x.shape[2]
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, -rows % rule.fixed_rows), (0, 0)))
+    pieces = jnp.split(x, x.shape[2] // rule.fixed_rows, axis=2)
+    products = [_batched_dot(piece, y, contract=contract) for piece in pieces]
+    return jnp.concatenate(products, axis=2)[:, :, :rows]
+
+
+def _sum_weights(
+    weights: Float[Array, "B K tile_q tile_kv"], rule: _Rule
+) -> Float[Array, "B K tile_q"]:
+    if rule.fixed_rows is None:
+        return jnp.sum(weights, axis=-1)
+    # The order of a reduction depends on the shape as well: halves are added instead.
+    while (width := weights.shape[-1]) > 1:
+        half = (width + 1) // 2
+        upper = jnp.pad(weights[..., half:], ((0, 0),) * 3 + ((0, 2 * half - width),))
+        weights = weights[..., :half] + upper
+    return weights[..., 0]
 
 
 def _batched_dot(

@@ -184,3 +184,115 @@ def test_any_mix_of_rows(deterministic, seed, decode, prefill, window):
     rows = [(c, 1) for c in decode] + [(past + n, n) for past, n in prefill]
     case = make_case(seed, rows, num_decode_rows=4, num_tokens=128, block_size=16, table_width=19)
     check(*case, window=window, deterministic=deterministic)
+
+
+class Pool:
+    """Rows of random keys, values and queries, asked for in any batches."""
+
+    def __init__(self, dtype, heads, block_size, lens, seed=0):
+        rng = np.random.default_rng(seed)
+        H, K, C = heads
+        width = -(-max(lens) // block_size)
+        N = 1 + len(lens) * width
+        self.lens = lens
+        self.table = 1 + rng.permutation(N - 1).reshape(len(lens), width).astype(np.int32)
+        self.queries = jnp.asarray(3 * rng.normal(size=(len(lens), max(lens), H, C)), dtype)
+        slots = jnp.arange(N * block_size)
+        k, v = jnp.asarray(rng.normal(size=(2, N * block_size, K, C)), dtype)
+        self.kv = write_kv(init_layer_kv(N, block_size, K, C, dtype, True), k, v, slots)
+
+    def run(self, ranges, *, num_decode_rows, num_rows, num_tokens, **rule):
+        """Bits of the queries of each (row, start, stop), as {(row, position): bytes}."""
+        table = np.zeros((num_rows, self.table.shape[1]), np.int32)
+        context_lens, num_new = np.zeros((2, num_rows), np.int32)
+        num_new[:num_decode_rows] = 1
+        q = np.zeros((num_tokens, *self.queries.shape[2:]), self.queries.dtype)
+        places, at = {}, 0
+        for b, (row, start, stop) in enumerate(ranges):
+            assert b >= num_decode_rows or stop == start + 1
+            table[b], context_lens[b], num_new[b] = self.table[row], stop, stop - start
+            q[at : at + stop - start] = self.queries[row, start:stop]
+            places |= {(row, start + i): at + i for i in range(stop - start)}
+            at += stop - start
+        out = attend(
+            jnp.asarray(q),
+            self.kv,
+            block_table=jnp.asarray(table),
+            context_lens=jnp.asarray(context_lens),
+            query_start_loc=jnp.asarray(np.concatenate([[0], np.cumsum(num_new)]), jnp.int32),
+            num_decode_rows=num_decode_rows,
+            **{"scale": 0.3, "window": None, "soft_cap": None, "deterministic": True} | rule,
+        )
+        out = np.asarray(out)
+        return {place: out[i].tobytes() for place, i in places.items()}
+
+
+def all_the_ways(pool, rng, **rule):
+    """The same queries decoded and prefilled in many company: lists of {(row, position): bits}."""
+    rows = range(len(pool.lens))
+
+    def decode(num_rows):
+        ranges = [(r, p, p + 1) for r in rows for p in [int(rng.integers(pool.lens[r]))]]
+        ranges = [ranges[i] for i in rng.permutation(len(ranges))][:num_rows]
+        return pool.run(
+            ranges, num_decode_rows=num_rows, num_rows=num_rows, num_tokens=num_rows, **rule
+        )
+
+    def chunk():
+        ranges, left = [], 96
+        for r in rng.permutation(len(rows))[:4]:
+            start = int(rng.integers(pool.lens[r]))
+            stop = int(min(start + rng.integers(1, 40), pool.lens[r], start + left))
+            left -= stop - start
+            ranges.append((int(r), start, stop))
+        return pool.run(ranges, num_decode_rows=0, num_rows=4, num_tokens=96, **rule)
+
+    def mixed():
+        singles = [(r, p, p + 1) for r in rows for p in [int(rng.integers(pool.lens[r]))]][:6]
+        start = int(rng.integers(pool.lens[7]))
+        ranges = [*singles, (7, start, min(start + 25, pool.lens[7]))]
+        return pool.run(ranges, num_decode_rows=6, num_rows=8, num_tokens=96, **rule)
+
+    return [decode(2), decode(8), decode(32), chunk(), mixed()]
+
+
+LENS = [300, 1, 17, 128, 129, 255, 256, 290, 33, 64, 200, 5]
+
+
+PLAIN, WINDOW, CAP = {}, {"window": 50}, {"soft_cap": 4.0, "sinks": True}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "rule"),
+    [
+        ("float32", (9, 3, 64), PLAIN),
+        ("float32", (2, 2, 24), WINDOW),
+        ("float32", (8, 1, 80), CAP),
+        ("bfloat16", (9, 3, 64), WINDOW),
+        ("bfloat16", (2, 2, 24), CAP),
+        ("bfloat16", (8, 1, 80), PLAIN),
+    ],
+)
+def test_deterministic_bits_depend_on_the_query_alone(dtype, heads, rule):
+    pool = Pool(dtype, heads, 16, LENS)
+    if "sinks" in rule:
+        rule = rule | {"sinks": jnp.linspace(-1.0, 2.0, heads[0])}
+    whole = {}
+    for r in range(len(LENS)):
+        whole |= pool.run([(r, 0, LENS[r])], num_decode_rows=0, num_rows=1, num_tokens=300, **rule)
+    rng = np.random.default_rng(1)
+    for _ in range(8):
+        for bits in all_the_ways(pool, rng, **rule):
+            assert bits == {place: whole[place] for place in bits}
+
+
+def test_without_the_mode_bits_depend_on_the_company():
+    """The control: the test above can fail."""
+    pool = Pool("float32", (2, 2, 24), 16, LENS)
+    alone = pool.run(
+        [(0, 299, 300)], num_decode_rows=2, num_rows=2, num_tokens=2, deterministic=False
+    )
+    whole = pool.run(
+        [(0, 0, 300)], num_decode_rows=0, num_rows=1, num_tokens=300, deterministic=False
+    )
+    assert alone[0, 299] != whole[0, 299]
