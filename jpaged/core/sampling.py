@@ -8,6 +8,8 @@ No sort: top-k and top-p are thresholds, found by bisection over the bits of the
     raw logits -> log-probability of the token -> temperature -> min-p -> top-k -> top-p -> draw
 """
 
+import functools
+import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -167,16 +169,9 @@ def _total(probs: Float[Array, "B tiles ids"]) -> Float[Array, " B"]:
     while flat.shape[1] > 1:
         flat = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % FOLD)))
         # The barrier keeps XLA from writing all levels out as one long expression.
-        flat = lax.optimization_barrier(_fold(flat.reshape(B, FOLD, -1)))
+        slices = jnp.moveaxis(flat.reshape(B, FOLD, -1), 1, 0)
+        flat = lax.optimization_barrier(functools.reduce(operator.add, slices))
     return flat[:, 0]
-
-
-def _fold(x: Array) -> Array:
-    """Adds the slices along axis 1 one by one, which vectorizes better than a reduction."""
-    total = x[:, 0]
-    for i in range(1, x.shape[1]):
-        total = total + x[:, i]
-    return total
 
 
 def _random_bits(
@@ -291,9 +286,12 @@ def _mass(
 ) -> Int[Array, " B"]:
     """The weight of the ids at or above the floor."""
     B, tiles, ids = probs.shape
-    kept = jnp.where(_bits(probs) >= floor[:, None, None], weigh(probs), 0)
-    folded = _fold(kept.reshape(B, FOLD, tiles // FOLD, ids))
-    return jnp.sum(jnp.sum(folded, axis=2), axis=1)
+    slices = probs.reshape(B, FOLD, tiles // FOLD, ids)
+    kept = jnp.zeros((B, tiles // FOLD, ids), jnp.int32)
+    for i in range(FOLD):  # cut before comparing: masking all of `probs` first takes twice as long
+        part = slices[:, i]
+        kept = kept + jnp.where(_bits(part) >= floor[:, None, None], weigh(part), 0)
+    return jnp.sum(jnp.sum(kept, axis=2), axis=1)
 
 
 class _Near(NamedTuple):
