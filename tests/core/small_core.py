@@ -115,6 +115,18 @@ _step = jax.jit(
 _window = jax.jit(ft.partial(decode_window, forward=fragile_forward), static_argnames="num_steps")
 
 
+def check(state: EngineState) -> EngineState:
+    """The state, if it keeps its rules and every row finds its own tokens in its blocks."""
+    check_invariants(state)
+    rows, pages = jax.device_get((state.rows, state.kv[0].k))
+    for row_id in range(1, rows.num_tokens.size):
+        position = np.arange(rows.context_len[row_id])
+        block = rows.block_table[row_id, position // rows.block_size]
+        want = np.stack([rows.token_ids[row_id, position], position], axis=1)
+        np.testing.assert_array_equal(pages[block, position % rows.block_size, 0], want)
+    return state
+
+
 def _padded(values, fill: int = 0) -> jax.Array:
     values = list(values)
     return jnp.asarray(values + [fill] * (WIDTH - len(values)), jnp.int32)
@@ -124,8 +136,7 @@ def seat(state: EngineState, *requests: Request) -> tuple[EngineState, list[int]
     """Admits requests; returns the state and the cached tokens of each."""
     max_tokens = state.rows.token_ids.shape[1]
     state, num_cached = _admit(state, admissions(list(requests), max_tokens))
-    check_invariants(state)
-    return state, num_cached.tolist()[: len(requests)]
+    return check(state), num_cached.tolist()[: len(requests)]
 
 
 def run(
@@ -154,8 +165,7 @@ def run(
         num_tokens=num_tokens,
         num_decode_rows=num_decode_rows,
     )
-    check_invariants(state)
-    return state, jax.device_get(output)
+    return check(state), jax.device_get(output)
 
 
 def run_window(
@@ -164,30 +174,33 @@ def run_window(
     state, output = _window(
         params or fragile_params(), state, _padded(row_ids), num_steps=num_steps
     )
-    check_invariants(state)
-    return state, jax.device_get(output)
+    return check(state), jax.device_get(output)
 
 
 def hold(
-    state: EngineState, row_ids: list[int], num_new: list[int], *, max_new: int = BUDGET
+    state: EngineState, row_ids: list[int], num_new: list[int]
 ) -> tuple[EngineState, list[int]]:
     """Reserves; returns the state and what was granted."""
-    state, granted = _reserve(state, _padded(row_ids), _padded(num_new), max_new=max_new)
-    return state, granted.tolist()[: len(row_ids)]
+    P = state.rows.token_ids.shape[1]
+    state, granted = _reserve(state, _padded(row_ids), _padded(num_new), max_new=WIDTH * P)
+    return check(state), granted.tolist()[: len(row_ids)]
 
 
 def split(state: EngineState, parent: int, *children: int) -> EngineState:
     """Forks one row; each child draws as the sample of its place, the first as sample 1."""
-    pairs = (_padded([parent] * len(children)), _padded(children))
-    state = _fork(state, *pairs, _padded(range(1, len(children) + 1)))
-    check_invariants(state)
-    return state
+    n = len(children)
+    return reseat(state, [parent] * n, list(children), list(range(1, n + 1)))
+
+
+def reseat(
+    state: EngineState, parents: list[int], children: list[int], sample_index: list[int]
+) -> EngineState:
+    """Forks pairs of rows in one call."""
+    return check(_fork(state, *map(_padded, (parents, children, sample_index))))
 
 
 def let_go(state: EngineState, *row_ids: int) -> EngineState:
-    state = _release(state, _padded(row_ids))
-    check_invariants(state)
-    return state
+    return check(_release(state, _padded(row_ids)))
 
 
 def finish(
