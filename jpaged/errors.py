@@ -18,7 +18,12 @@ class UnsupportedModelError(CheckpointError):
 
 
 class RequestError(JpagedError, ValueError):
-    """A request can never be served as asked: an empty prompt, a bad id, a wrong parameter."""
+    """A request can never be served as asked: an empty prompt, a bad id, a wrong parameter.
+
+    prompt_index: which prompt of a batch it was, where that is known.
+    """
+
+    prompt_index: int | None = None
 
 
 class RequestTooLongError(RequestError):

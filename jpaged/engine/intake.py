@@ -4,6 +4,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jinja2 import TemplateError
+
 from jpaged.config import EngineConfig, ModelConfig
 from jpaged.engine.output import CompletionOutput, Logprob, RequestOutput
 from jpaged.engine.request import Request, Sample, cache_root, derived_seed
@@ -29,8 +31,8 @@ _PROMPT_TAIL = 8  # prompt tokens that the output's text may hang on
 class Intake:
     """Turns prompts into requests that the engine can serve, and requests into outputs.
 
-    num_blocks: the pool's, null block included. generation_config: the checkpoint's; end-of-sequence
-    ids are taken from it, and default parameters if `use_defaults`.
+    num_blocks: the pool's, null block included. generation_config: the checkpoint's;
+    end-of-sequence ids are taken from it, and default parameters if `use_defaults`.
     """
 
     def __init__(
@@ -66,7 +68,9 @@ class Intake:
             try:
                 requests.append(self._accept_one(prompt, one, self._num_requests + place))
             except RequestError as error:
-                raise type(error)(f"prompt {place}: {error}") from None
+                refused = type(error)(f"prompt {place}: {error}")
+                refused.prompt_index = place
+                raise refused from None
         self._num_requests += len(requests)
         return requests
 
@@ -144,7 +148,7 @@ class Intake:
         vocab_size = self._model.vocab_size
         if bad := [token for token in token_ids if not 0 <= token < vocab_size]:
             raise RequestError(
-                f"token id {bad[0]} is outside the vocabulary of {vocab_size} (0 to {vocab_size - 1})"
+                f"token id {bad[0]} is outside the vocabulary, 0 to {vocab_size - 1}"
             )
 
     def _max_len(self, prompt_len: int, params: SamplingParams) -> int:
@@ -152,8 +156,9 @@ class Intake:
         limit = self._max_model_len
         if prompt_len >= limit:
             raise RequestTooLongError(
-                f"it has {prompt_len} tokens, and with one of output exceeds max_model_len={limit}; "
-                f"shorten it to at most {limit - 1}, or start the engine with a larger max_model_len"
+                f"it has {prompt_len} tokens, and with one of output exceeds "
+                f"max_model_len={limit}; shorten it to at most {limit - 1}, or start the engine "
+                "with a larger max_model_len"
             )
         max_len = min(limit, prompt_len + (params.max_tokens or limit))
         # The last token's KV is never needed.
@@ -162,8 +167,8 @@ class Intake:
             way = f"lower max_tokens to at most {room}" if room > 0 else "shorten the prompt"
             raise RequestTooLongError(
                 f"{prompt_len} prompt tokens and up to {max_len - prompt_len} of output need more "
-                f"than the {self._pool_tokens} tokens of the block pool; {way}, or start the engine "
-                "with a larger pool"
+                f"than the {self._pool_tokens} tokens of the block pool; {way}, or start the "
+                "engine with a larger pool"
             )
         return max_len
 
@@ -173,9 +178,15 @@ class Intake:
             raise RequestError("chat needs a tokenizer, and this engine has none")
         if not (options.get("chat_template") or getattr(self._tokenizer, "chat_template", None)):
             raise RequestError(
-                "the model has no chat template (a base model?); give chat_template=, or use generate"
+                "the model has no chat template (a base model?); give chat_template=, or complete "
+                "plain prompts"
             )
-        text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+        try:
+            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise RequestError(
+                f"the chat template does not take these messages: {error}"
+            ) from error
         token_ids = self._tokenizer.encode(text, add_special_tokens=False)
         return {"prompt": text, "prompt_token_ids": list(token_ids)}
 

@@ -122,19 +122,38 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation or a list of them, through the model's chat template."""
+        prompts = self.preprocess_chat(
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            **(chat_template_kwargs or {}),
+        )
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def preprocess_chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        **template_options: Any,
+    ) -> list[Prompt]:
+        """The prompts that `chat` makes of one conversation or a list of them, for `generate`.
+
+        Raises RequestError if there is no chat template, or it does not take the messages.
+        """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = [
+        return [
             self._intake.apply_chat_template(
                 conversation,
                 chat_template=chat_template or self._chat_template,
                 add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                **(chat_template_kwargs or {}),
+                **template_options,
             )
             for conversation in conversations
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def _run(self, requests: Sequence[Request], *, use_tqdm: bool) -> None:
         started, num_output = time.perf_counter(), 0
@@ -167,6 +186,11 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forgets cached prefixes; False while requests run."""
         return self._engine.reset_prefix_cache()
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of weights, KV and activations."""
+        return self._dtype
 
     @property
     def stats(self) -> EngineStats:
