@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     from jpaged.engine.output import CompletionOutput, RequestOutput
     from jpaged.sampling_params import SamplingParams
 
+__version__ = "0.1.0"
+
 _WHERE = {
     "LLM": "jpaged.engine.llm",
     "SamplingParams": "jpaged.sampling_params",

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from tqdm import tqdm
 
@@ -144,7 +144,8 @@ class LLM:
 
         Raises RequestError if there is no chat template, or it does not take the messages.
         """
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = cast("Sequence[Messages]", [messages] if is_one else messages)
         return [
             self._intake.apply_chat_template(
                 conversation,

@@ -7,7 +7,7 @@ object with one of `prompt`, `prompt_token_ids` and `messages`, and optionally a
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ class PromptLine:
     where: str  # FILE:LINE
     id: Any
     prompt: dict[str, Any] | None  # as `LLM.generate` takes it
-    messages: list[Mapping[str, Any]] | None
+    messages: Sequence[Mapping[str, Any]] | None
     sampling: dict[str, Any]
 
     @property
@@ -117,12 +117,11 @@ def _check_text(value: Any) -> None:
         raise RequestError(f"prompt must be a string, got {value!r:.60}")
 
 
-def _check_ids(value: Any) -> None:
+def check_token_ids(value: Any) -> None:
+    """Raises RequestError unless it is a list of integers, at least one."""
     is_ids = isinstance(value, list) and all(type(token) is int for token in value)
     if not (is_ids and value):
-        raise RequestError(
-            f"prompt_token_ids must be a list of at least one integer, got {value!r:.60}"
-        )
+        raise RequestError(f"token ids must be a list of at least one integer, got {value!r:.60}")
 
 
 def _check_messages(value: Any) -> None:
@@ -138,6 +137,6 @@ def _check_messages(value: Any) -> None:
 
 _CHECKS = {
     "prompt": _check_text,
-    "prompt_token_ids": _check_ids,
+    "prompt_token_ids": check_token_ids,
     "messages": _check_messages,
 }

@@ -1,0 +1,1 @@
+"""What the engine takes in time and memory."""

@@ -1,0 +1,350 @@
+"""The command line: `jpaged generate` and `jpaged bench throughput`, with vLLM's option names.
+
+Nothing heavy is imported before the arguments, and with `generate` the prompts, are judged. Exit
+codes: 0, 2 for a wrong argument or input, told in one line, and 130 after Ctrl-C.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import logging
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+
+import jpaged
+from jpaged.config import CacheConfig, EngineConfig
+from jpaged.engine.prompt_file import PromptLine, read_prompts
+from jpaged.errors import JpagedError, RequestError
+from jpaged.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jpaged import LLM, RequestOutput
+
+logger = logging.getLogger("jpaged.cli")
+
+BAD_INPUT = 2
+INTERRUPTED = 130
+
+_ENGINE_NAMES = {field.name for field in dataclasses.fields(EngineConfig)} - {"cache"} | {
+    field.name for field in dataclasses.fields(CacheConfig)
+}
+_SAMPLING_NAMES = {field.name for field in dataclasses.fields(SamplingParams)} - {"seed"}
+_FACTORS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command line, without the program's name, and returns its exit code."""
+    started = time.perf_counter()
+    args = _parser().parse_args(argv)
+    with _log_to_stderr():
+        try:
+            args.run(args, started)
+        except JpagedError as error:
+            print(f"jpaged: {error}", file=sys.stderr)
+            return BAD_INPUT
+        except KeyboardInterrupt:
+            print("jpaged: interrupted", file=sys.stderr)
+            return INTERRUPTED
+    return 0
+
+
+# --- arguments ---
+
+
+class _Parser(argparse.ArgumentParser):
+    """Tells a wrong argument in one line, and not after the usage of thirty options."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="jpaged", description="Paged-attention LLM inference in JAX.")
+    version = f"jpaged {jpaged.__version__}"
+    parser.add_argument("--version", action="version", version=version)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    generate = commands.add_parser("generate", help="complete or answer a file of prompts")
+    generate.set_defaults(run=_generate)
+    generate.add_argument("model", help="a Hugging Face directory or a GGUF file")
+    _add_prompt_options(generate)
+    _add_sampling_options(generate)
+    _add_engine_options(generate)
+
+    bench = commands.add_parser("bench", help="measure speed and memory")
+    benches = bench.add_subparsers(required=True, metavar="WHAT")
+    throughput = benches.add_parser("throughput", help="tokens/s of a workload, as a line of JSON")
+    throughput.set_defaults(run=_bench_throughput)
+    throughput.add_argument("--model", required=True, help="a Hugging Face directory or GGUF file")
+    throughput.add_argument("--workload", required=True, type=Path, help="a .jsonl file")
+    throughput.add_argument("--reps", type=_positive, default=1, help="measured runs (default 1)")
+    throughput.add_argument("--limit", type=_positive, help="only the first requests")
+    throughput.add_argument("--json-out", type=_output_path, help="append the line to this file")
+    _add_engine_options(throughput)
+    return parser
+
+
+def _add_prompt_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("prompts and answers")
+    group.add_argument(
+        "--prompts",
+        required=True,
+        type=Path,
+        help=".txt: a prompt on each line; .jsonl: strings, or objects with prompt, "
+        "prompt_token_ids or messages, and optionally id and sampling options",
+    )
+    group.add_argument("--out", type=_output_path, help="a .jsonl file (default: text on stdout)")
+    group.add_argument("--chat", action="store_true", help="take plain prompts as chat messages")
+    group.add_argument("--tokenizer", help="a directory or GGUF file (default: the model's)")
+    group.add_argument(
+        "--skip-tokenizer-init", action="store_true", help="no tokenizer: token ids in and out"
+    )
+    group.add_argument(
+        "--generation-config",
+        choices=("auto", "vllm"),
+        default="auto",
+        help="sampling defaults: the model's (auto), or the same for every model (vllm)",
+    )
+
+
+def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "sampling", "What is left out comes from the model's defaults; a prompt's own values win."
+    )
+    _add(group, "--temperature", float, "0 is greedy")
+    _add(group, "--top-p", float, "draw from the likeliest tokens of this share")
+    _add(group, "--top-k", int, "draw from so many likeliest tokens; 0: all")
+    _add(group, "--min-p", float, "draw from tokens this likely, relative to the likeliest")
+    _add(group, "--max-tokens", int, "most tokens of an output")
+    _add(group, "--n", int, "outputs for each prompt")
+    _add(group, "--stop-token-ids", int, "tokens that end an output", nargs="+")
+    _add(group, "--ignore-eos", None, "go on after the end of sequence", action="store_true")
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine", "Sizes may be written as 1k (1000) or 1K (1024).")
+    _add(group, "--dtype", str, "auto, bfloat16, float16 or float32")
+    _add(group, "--max-model-len", _size, "most tokens of prompt and output together")
+    _add(group, "--max-num-seqs", _size, "most sequences at a time")
+    _add(group, "--max-num-batched-tokens", _size, "most tokens of a step")
+    _add(group, "--block-size", int, "tokens of a block of the KV cache")
+    _add(group, "--num-gpu-blocks-override", _size, "blocks of the KV cache, on any device")
+    _add(group, "--kv-cache-memory-bytes", _size, "size of the KV cache")
+    _add(group, "--gpu-memory-utilization", float, "share of a GPU's memory to use")
+    _add(
+        group,
+        "--enable-prefix-caching",
+        None,
+        "share the KV of equal prefixes (default)",
+        action=argparse.BooleanOptionalAction,
+    )
+    _add(group, "--seed", int, "seeds all draws")
+    _add(group, "--num-decode-steps", int, "tokens made on the device between two plans")
+    _add(group, "--deterministic", None, "the same bits in any batch", action="store_true")
+    _add(group, "--implementation", str, "of attention: auto or xla")
+    _add(group, "--compilation-cache-dir", str, "for compiled programs; '' keeps none")
+
+
+def _add(group: Any, flag: str, kind: Any, text: str, **options: Any) -> None:
+    """An option that leaves no trace where it is not given: its default is decided elsewhere."""
+    if kind is not None:
+        options |= {"type": kind, "metavar": flag.lstrip("-").split("-")[-1].upper()}
+    group.add_argument(flag, help=text, default=argparse.SUPPRESS, **options)
+
+
+def _size(text: str) -> int:
+    """Reads 1000, 1k, 25.6k (decimal) and 1K (binary, whole numbers alone), as vLLM does."""
+    match = re.fullmatch(r"(\d+)(\.\d+)?([kmgKMG]?)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 4096, 4k, 25.6k or 4K")
+    whole, fraction, unit = match.groups()
+    if fraction and not unit.islower():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size; fractions go with the decimal units k, m and g"
+        )
+    return (
+        round(float(f"{whole}{fraction}") * _FACTORS[unit])
+        if fraction
+        else (int(whole) * _FACTORS.get(unit, 1))
+    )
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {text!r}")
+    return int(text)
+
+
+def _output_path(text: str) -> Path:
+    """A path that can be written to later: told now, and not after an hour's work."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        why = "is a directory" if path.is_dir() else f"{path.parent} is no directory"
+        raise argparse.ArgumentTypeError(f"can not write {path}: {why}")
+    return path
+
+
+def _given(args: argparse.Namespace, names: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in vars(args).items() if name in names}
+
+
+# --- generate ---
+
+
+def _generate(args: argparse.Namespace, started: float) -> None:
+    lines = read_prompts(args.prompts, is_chat=args.chat)
+    options, sampling = _given(args, _ENGINE_NAMES), _given(args, _SAMPLING_NAMES)
+    EngineConfig.from_options(**options)
+    for line in lines:
+        _params_of(line, SamplingParams(), sampling)
+
+    from jpaged import LLM
+    from jpaged.engine.compiled import compile_clock
+
+    with LLM(
+        args.model,
+        tokenizer=args.tokenizer,
+        skip_tokenizer_init=args.skip_tokenizer_init,
+        generation_config=args.generation_config,
+        **options,
+    ) as llm:
+        logger.info("Engine ready %.1f s after the start", time.perf_counter() - started)
+        defaults = llm.get_default_sampling_params()
+        params = [_params_of(line, defaults, sampling) for line in lines]
+        prompts = [_prompt_of(line, llm) for line in lines]
+        begun = time.perf_counter()
+        try:
+            outputs = llm.generate(prompts, params)
+        except RequestError as error:
+            if error.prompt_index is None:
+                raise
+            raise _at(lines[error.prompt_index], error) from error
+        seconds = time.perf_counter() - begun
+    _log_speed(outputs, seconds)
+    logger.info(
+        "%d programs were compiled, or read from the cache of programs, in %.1f s",
+        compile_clock.num_programs,
+        compile_clock.seconds,
+    )
+    if args.out is None:
+        _write_text(lines, outputs, sys.stdout)
+    else:
+        with args.out.open("w", encoding="utf-8") as file:
+            _write_json(lines, outputs, file)
+        logger.info("Wrote %d answers to %s", len(outputs), args.out)
+
+
+def _params_of(
+    line: PromptLine, defaults: SamplingParams, sampling: dict[str, Any]
+) -> SamplingParams:
+    """The defaults, changed by the command line's options, changed by the line's own."""
+    try:
+        return dataclasses.replace(defaults, **sampling | line.sampling)
+    except RequestError as error:
+        raise _at(line, error) from error
+
+
+def _prompt_of(line: PromptLine, llm: "LLM") -> Any:
+    if line.messages is None:
+        return line.prompt
+    try:
+        return llm.preprocess_chat(line.messages)[0]
+    except RequestError as error:
+        raise _at(line, error) from error
+
+
+def _at(line: PromptLine, error: RequestError) -> RequestError:
+    return type(error)(f"{line.where}: {error}")
+
+
+def _log_speed(outputs: Sequence["RequestOutput"], seconds: float) -> None:
+    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    num_output = sum(len(one.token_ids) for output in outputs for one in output.outputs)
+    logger.info(
+        "%d prompts of %d tokens, %d tokens of output in %.1f s: %.1f tokens/s of output",
+        len(outputs),
+        num_prompt,
+        num_output,
+        seconds,
+        num_output / seconds,
+    )
+
+
+def _write_json(
+    lines: Sequence[PromptLine], outputs: Sequence["RequestOutput"], file: TextIO
+) -> None:
+    for line, output in zip(lines, outputs, strict=True):
+        record = {
+            "id": line.id,
+            "prompt": output.prompt,
+            "outputs": [
+                {
+                    "text": one.text,
+                    "token_ids": one.token_ids,
+                    "finish_reason": one.finish_reason,
+                    "stop_reason": one.stop_reason,
+                }
+                for one in output.outputs
+            ],
+            "num_cached_tokens": output.num_cached_tokens,
+        }
+        file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def _write_text(
+    lines: Sequence[PromptLine], outputs: Sequence["RequestOutput"], file: TextIO
+) -> None:
+    """For people: each prompt, and under it the answers; one cut short ends in [...]."""
+    for line, output in zip(lines, outputs, strict=True):
+        print(f">>> {line.title}", file=file)
+        for one in output.outputs:
+            text = one.text or " ".join(map(str, one.token_ids))
+            print(text.strip() + (" [...]" if one.finish_reason == "length" else ""), file=file)
+        print(file=file)
+
+
+# --- bench ---
+
+
+def _bench_throughput(args: argparse.Namespace, started: float) -> None:
+    del started
+    options = _given(args, _ENGINE_NAMES)
+    EngineConfig.from_options(**options)
+
+    from jpaged.bench.throughput import measure, read_workload
+
+    workload = read_workload(args.workload, args.limit)
+    result = measure(args.model, workload, reps=args.reps, options=options)
+    line = json.dumps({"workload": args.workload.stem, **result})
+    print(line, flush=True)
+    if args.json_out is not None:
+        with args.json_out.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+# --- log ---
+
+
+@contextlib.contextmanager
+def _log_to_stderr() -> Iterator[None]:
+    """The package's log goes to stderr while a command runs; a library's user sets up their own."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s", "%H:%M:%S"))
+    ours = logging.getLogger("jpaged")
+    level = ours.level
+    ours.addHandler(handler)
+    ours.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        ours.removeHandler(handler)
+        ours.setLevel(level)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
