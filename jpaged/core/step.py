@@ -195,7 +195,7 @@ def _draw(
     )
     num_tokens = position + is_sampled.astype(jnp.int32)
     finish = jnp.where(is_sampled, finish_reasons(sampling, token_ids, num_tokens), 0)
-    finish = jnp.where((granted > 0) & ~is_good, STOP_ERROR, finish)
+    finish = jnp.where(((granted > 0) | caught_up) & ~is_good, STOP_ERROR, finish)
 
     P = rows.token_ids.shape[1]
     target = jnp.where(is_sampled, position, P)

@@ -9,17 +9,17 @@ import heapq
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.config import EngineConfig, ModelConfig
+from jpaged.config import EngineConfig
 from jpaged.core.batch import Forward
-from jpaged.core.sampling import STOP_EOS, STOP_LENGTH, STOP_TOKEN
-from jpaged.core.state import EngineState, init_state
-from jpaged.core.step import STOP_ERROR, StepOutput
+from jpaged.core.state import EngineState
+from jpaged.core.step import StepOutput
 from jpaged.engine import compiled
 from jpaged.engine.dispatch import (
     NUM_ADMISSIONS,
@@ -30,7 +30,8 @@ from jpaged.engine.dispatch import (
     pack_step,
     pad_rows,
 )
-from jpaged.engine.request import FinishReason, Request, Sample
+from jpaged.engine.request import Request, Sample
+from jpaged.engine.results import take_prefill, take_window
 from jpaged.engine.scheduler import Limits, Plan, SeqView, plan
 from jpaged.engine.stats import EngineStats
 from jpaged.errors import EngineClosedError
@@ -39,13 +40,6 @@ from jpaged.typing import Params
 logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 3  # device errors in a row after which the engine stops trying
-
-_REASONS: dict[int, FinishReason] = {
-    STOP_EOS: "stop",
-    STOP_TOKEN: "stop",
-    STOP_LENGTH: "length",
-    STOP_ERROR: "error",
-}
 
 MakeState = Callable[[], EngineState]
 
@@ -62,11 +56,11 @@ class Engine:
     ) -> None:
         assert config.max_num_seqs and config.max_num_batched_tokens, "a resolved config"
         self.config, self.stats = config, EngineStats()
-        self._forward, self._params, self._make_state = forward, params, make_state
+        self._forward, self._make_state = forward, make_state
+        self._params = jax.block_until_ready(params)
         self._waiting: deque[Sample] = deque()
         self._running: list[Sample] = []
         self._weights_version = self._num_failures = 0
-        self._state: EngineState | None = None
         self._renew_state()
         rows = self._live_state.rows
         self._buckets = Buckets.of(
@@ -141,14 +135,14 @@ class Engine:
         self._params = params
         self._weights_version += 1
         version = jnp.uint32(self._weights_version)
-        self._state = self._live_state.replace(weights_version=version)
+        self._state = replace(self._live_state, weights_version=version)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes. False, and nothing done, while requests run (as vLLM)."""
         if self._running:
             return False
         state = self._live_state
-        self._state = state.replace(pool=compiled.reset_hashes(state.pool))
+        self._state = replace(state, pool=compiled.reset_hashes(state.pool))
         return True
 
     def close(self) -> None:
@@ -312,60 +306,19 @@ class Engine:
     # --- what came back ---
 
     def _take_prefill(self, rows: Sequence[PrefillRow], output: StepOutput) -> None:
+        result = take_prefill(rows, output, block_size=self.config.cache.block_size)
+        self._running.extend(result.seated)
+        self._waiting.extendleft(reversed(result.unseated))
+        for row_id in result.unused_rows:
+            heapq.heappush(self._free_rows, row_id)
         self._num_free = int(output.num_free_blocks)
-        for place, row in enumerate(rows):
-            sample = row.sample
-            if row.parent is None:
-                self._advance(sample, int(output.granted[place]), row.num_new)
-            elif output.is_sampled[place] or output.finish_reason[place]:
-                self._seat_fork(sample, rows[row.parent].sample, row.row_id)
-            else:
-                heapq.heappush(self._free_rows, row.row_id)
-                continue
-            self._append(sample, output, (place,))
-        for row in rows:
-            if row.parent is None and row.sample.forks and row.sample.output_ids:
-                # No rows were left for these: they find the prompt in the prefix cache.
-                self._waiting.extendleft(reversed(row.sample.forks))
-                row.sample.forks = []
-        self.stats.num_prefill_tokens += int(output.granted.sum())
-        self.stats.num_prefill_steps += 1
-
-    def _seat_fork(self, child: Sample, parent: Sample, row_id: int) -> None:
-        block_size = self.config.cache.block_size
-        parent.forks.remove(child)
-        child.row_id, child.context_len = row_id, parent.context_len
-        child.num_blocks = -(-child.context_len // block_size)
-        child.is_tail_shared = parent.is_tail_shared = child.context_len % block_size != 0
-        self._running.append(child)
+        self.stats.count_prefill(int(output.granted.sum()))
 
     def _take_window(self, samples: Sequence[Sample], output: StepOutput, num_steps: int) -> None:
-        self._num_free = int(output.num_free_blocks[-1])
-        num_sampled = 0
-        for place, sample in enumerate(samples):
-            reserved = min(num_steps, sample.request.max_len - sample.num_tokens)
-            self._advance(sample, int(output.granted[:, place].sum()), reserved)
-            num_sampled += sum(self._append(sample, output, (j, place)) for j in range(num_steps))
-        self.stats.count_window(num_steps, num_sampled)
-
-    def _advance(self, sample: Sample, granted: int, reserved: int) -> None:
         block_size = self.config.cache.block_size
-        if granted:
-            sample.is_tail_shared = False
-            reserved_blocks = -(-(sample.context_len + reserved) // block_size)
-            sample.num_blocks = max(sample.num_blocks, reserved_blocks)
-        sample.context_len += granted
-
-    def _append(self, sample: Sample, output: StepOutput, at: tuple[int, ...]) -> bool:
-        """Takes the token sampled there, if any, and the end of the sample if it stopped."""
-        token_id, reason = int(output.token_ids[at]), int(output.finish_reason[at])
-        is_sampled = bool(output.is_sampled[at])
-        if is_sampled:
-            sample.output_ids.append(token_id)
-            sample.logprobs.append(float(output.logprobs[at]))
-        if reason:
-            sample.finish(_REASONS[reason], token_id if reason == STOP_TOKEN else None)
-        return is_sampled
+        num_sampled = take_window(samples, output, num_steps, block_size=block_size)
+        self._num_free = int(output.num_free_blocks[-1])
+        self.stats.count_window(num_steps, num_sampled)
 
     def _retire(self) -> list[Request]:
         """Empties the rows of samples that ended. Returns requests that are complete."""
@@ -408,7 +361,7 @@ class Engine:
         self._running.clear()
 
     def _renew_state(self) -> None:
-        self._state = None  # frees the old pool first
+        self._state: EngineState | None = None  # frees the old pool first
         self._state = self._make_state().replace(weights_version=jnp.uint32(self._weights_version))
         self._num_free: int | jax.Array = self._state.pool.ref_count.shape[0] - 1
         self._free_rows = list(range(1, self._state.rows.num_tokens.shape[0]))

@@ -47,7 +47,15 @@ def make_engine(
         params = loading.load_params(source, model, dtype)
     serving = prepare_params(params, model, dtype)
     del params
-    jax.block_until_ready(serving)
+    hash_key = np.frombuffer(secrets.token_bytes(16), np.uint32)
+    # What a GPU has left is known only with the weights in place.
+    num_blocks = num_blocks or _num_blocks(config, model, dtype, device)
+
+    def make_state() -> EngineState:
+        return empty_state(model, config, dtype, num_blocks, hash_key)
+
+    forward = make_forward(model, deterministic=config.deterministic)
+    engine = Engine(forward, serving, config, make_state)
     logger.info(
         "Model loading took %.2f s; weights are %d bytes in %s on %s",
         time.perf_counter() - started,
@@ -55,16 +63,8 @@ def make_engine(
         dtype,
         device.device_kind,
     )
-    if num_blocks is None:  # what a GPU has left is known only now
-        num_blocks = _num_blocks(config, model, dtype, device)
     _log_capacity(num_blocks, config)
-    hash_key = np.frombuffer(secrets.token_bytes(16), np.uint32)
-
-    def make_state() -> EngineState:
-        return empty_state(model, config, dtype, num_blocks, hash_key)
-
-    forward = make_forward(model, deterministic=config.deterministic)
-    return Engine(forward, serving, config, make_state), model, dtype
+    return engine, model, dtype
 
 
 def resolve_model(source: ModelSource) -> ModelConfig:

@@ -36,6 +36,11 @@ class EngineStats:
         if sample.request.num_cached_tokens is None:
             sample.request.num_cached_tokens = num_cached
 
+    def count_prefill(self, num_tokens: int) -> None:
+        """A prefill step computed `num_tokens` tokens."""
+        self.num_prefill_steps += 1
+        self.num_prefill_tokens += num_tokens
+
     def count_window(self, num_steps: int, num_sampled: int) -> None:
         """A window of `num_steps` made `num_sampled` tokens."""
         self.num_windows += 1

@@ -8,6 +8,7 @@ the serving one that `prepare` makes (qkv and gate-up fused, `[in, out]`, an LM 
 
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 
 from jpaged.model_config import LayerConfig, ModelConfig
@@ -42,14 +43,16 @@ class Linear(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """A table of one vector per token id."""
+    """A table of one vector per token id; in the serving tree 16-bit floats lie there as bits."""
 
     def __init__(self, vocab_size: int, hidden_size: int):
         self.weight = nnx.Param(jnp.zeros((vocab_size, hidden_size)))
 
-    def __call__(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
-        """The tokens' vectors; ids are in range."""
-        return self.weight[...].at[token_ids].get(mode="promise_in_bounds")
+    def __call__(self, token_ids: Int[Array, " T"], dtype: DTypeLike) -> Float[Array, "T D"]:
+        """The tokens' vectors, in the table's logical dtype; ids are in range."""
+        vectors = self.weight[...].at[token_ids].get(mode="promise_in_bounds")
+        is_bits = vectors.dtype == jnp.uint16
+        return lax.bitcast_convert_type(vectors, dtype) if is_bits else vectors
 
 
 class Norm(nnx.Module):
@@ -189,7 +192,7 @@ class Decoder(nnx.Module):
         attend: AttendFn,
     ) -> tuple[Float[Array, "T D"], tuple[LayerKV | None, ...]]:
         """Runs T tokens; `lengths` as in `rope_angles`, one `kv` a layer."""
-        hidden = self.embed_tokens(token_ids)
+        hidden = self.embed_tokens(token_ids, self.norm.weight[...].dtype)
         if self.config.embedding_scale is not None:
             hidden = hidden * jnp.asarray(self.config.embedding_scale, hidden.dtype)
         angles = self._angles(positions, lengths)

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
 from jpaged.model_config import ModelConfig
@@ -32,7 +33,13 @@ def prepare(params: Params, config: ModelConfig, dtype: DTypeLike) -> dict[str, 
         },
         "lm_head": _fuse(head),
     }
-    return jax.tree.map(lambda x: x.astype(dtype), serving)
+    serving = jax.tree.map(lambda x: x.astype(dtype), serving)
+    table = serving["model"]["embed_tokens"]["weight"]
+    if table.dtype.itemsize == 2:
+        # A CPU would convert a 16-bit table to float32 as a whole each time it reads a row.
+        bits = lax.bitcast_convert_type(table, jnp.uint16)
+        serving["model"]["embed_tokens"] = {"weight": bits}
+    return serving
 
 
 def param_bytes(params: Params) -> int:

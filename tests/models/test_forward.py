@@ -123,6 +123,8 @@ def test_serving_tree_is_what_the_fused_model_expects():
         _, expected = abstract_model(config, fused=True)
         shapes = jax.tree.map(lambda leaf: leaf.shape, expected)
         assert jax.tree.map(lambda leaf: leaf.shape, serving) == shapes
+        table = serving["model"].pop("embed_tokens")["weight"]
+        assert table.dtype == jnp.uint16  # bits
         assert {leaf.dtype for leaf in jax.tree.leaves(serving)} == {jnp.dtype("bfloat16")}
 
 

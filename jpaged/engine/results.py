@@ -1,0 +1,88 @@
+"""What came back from the device, written into the host's records."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jpaged.core.sampling import STOP_EOS, STOP_LENGTH, STOP_TOKEN
+from jpaged.core.step import STOP_ERROR, StepOutput
+from jpaged.engine.dispatch import PrefillRow
+from jpaged.engine.request import FinishReason, Sample
+
+_REASONS: dict[int, FinishReason] = {
+    STOP_EOS: "stop",
+    STOP_TOKEN: "stop",
+    STOP_LENGTH: "length",
+    STOP_ERROR: "error",
+}
+
+
+class PrefillResult(NamedTuple):
+    """What a prefill step did besides adding tokens."""
+
+    seated: list[Sample]  # forked samples that now have rows
+    unused_rows: list[int]  # rows kept for forks that did not happen
+    unseated: list[Sample]  # samples for which there was no row to fork into
+
+
+def take_prefill(
+    rows: Sequence[PrefillRow], output: StepOutput, *, block_size: int
+) -> PrefillResult:
+    """Records a prefill step. Forks that found no row are left to be admitted on their own: they
+    find the prompt in the prefix cache."""
+    result = PrefillResult([], [], [])
+    for place, row in enumerate(rows):
+        if row.parent is None:
+            _advance(row.sample, int(output.granted[place]), row.num_new, block_size)
+        elif output.is_sampled[place] or output.finish_reason[place]:
+            _seat_fork(row.sample, rows[row.parent].sample, row.row_id, block_size)
+            result.seated.append(row.sample)
+        else:
+            result.unused_rows.append(row.row_id)
+            continue
+        _append(row.sample, output, (place,))
+    for row in rows:
+        parent = row.sample
+        if row.parent is None and (parent.output_ids or parent.finish_reason):
+            result.unseated.extend(parent.forks)
+            parent.forks = []
+    return result
+
+
+def take_window(
+    samples: Sequence[Sample], output: StepOutput, num_steps: int, *, block_size: int
+) -> int:
+    """Records a decode window. Returns the number of tokens it made."""
+    num_sampled = 0
+    for place, sample in enumerate(samples):
+        reserved = min(num_steps, sample.request.max_len - sample.num_tokens)
+        _advance(sample, int(output.granted[:, place].sum()), reserved, block_size)
+        num_sampled += sum(_append(sample, output, (j, place)) for j in range(num_steps))
+    return num_sampled
+
+
+def _advance(sample: Sample, granted: int, reserved: int, block_size: int) -> None:
+    if granted:
+        # What it writes to is its own now.
+        sample.is_tail_shared = False
+        reserved_blocks = -(-(sample.context_len + reserved) // block_size)
+        sample.num_blocks = max(sample.num_blocks, reserved_blocks)
+    sample.context_len += granted
+
+
+def _seat_fork(child: Sample, parent: Sample, row_id: int, block_size: int) -> None:
+    parent.forks.remove(child)
+    child.row_id, child.context_len = row_id, parent.context_len
+    child.num_blocks = -(-child.context_len // block_size)
+    child.is_tail_shared = parent.is_tail_shared = child.context_len % block_size != 0
+
+
+def _append(sample: Sample, output: StepOutput, at: tuple[int, ...]) -> bool:
+    """Takes the token sampled there, if any, and the end of the sample if it stopped."""
+    token_id, reason = int(output.token_ids[at]), int(output.finish_reason[at])
+    is_sampled = bool(output.is_sampled[at])
+    if is_sampled:
+        sample.output_ids.append(token_id)
+        sample.logprobs.append(float(output.logprobs[at]))
+    if reason:
+        sample.finish(_REASONS[reason], token_id if reason == STOP_TOKEN else None)
+    return is_sampled
