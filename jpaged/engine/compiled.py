@@ -48,7 +48,7 @@ prepare_params = jax.jit(_prepare, static_argnames=("config", "dtype"))
 
 
 class CompileClock:
-    """Counts the programs compiled (or fetched from the persistent cache), and the seconds spent."""
+    """Counts the programs compiled or fetched from the persistent cache, and the seconds spent."""
 
     def __init__(self) -> None:
         self.num_programs, self.seconds = 0, 0.0

@@ -1,10 +1,11 @@
 """What goes to the device: host records packed into arrays of a few fixed sizes.
 
 Sizes come in buckets, so that few programs are compiled. Row lists are padded with the null row.
+Arrays here are NumPy's; they become the device's when a program takes them.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,10 +50,14 @@ def fit(size: int, buckets: tuple[int, ...]) -> int:
     return next(bucket for bucket in buckets if bucket >= size)
 
 
-def pad_rows(row_ids: Sequence[int], size: int) -> np.ndarray:
+def pad_rows(row_ids: Sequence[int], size: int) -> Any:
     """Row ids i32[size], padded with the null row."""
-    padded = np.zeros(size, np.int32)
-    padded[: len(row_ids)] = row_ids
+    return _padded(row_ids, np.int32, size)
+
+
+def _padded(values: Sequence[Any], dtype: Any, size: int = NUM_ADMISSIONS) -> Any:
+    padded = np.zeros((size, *np.shape(values)[1:]), dtype)
+    padded[: len(values)] = values
     return padded
 
 
@@ -68,52 +73,41 @@ def pack_admissions(
     A = NUM_ADMISSIONS
     token_lists = [sample.token_ids for sample in samples]
     width = fit(max(len(tokens) for tokens in token_lists), prompt_lens)
-    token_ids = np.zeros((A, width), np.int32)
+    token_ids: Any = np.zeros((A, width), np.int32)
     for place, tokens in enumerate(token_lists):
         token_ids[place, : len(tokens)] = tokens
     requests = [sample.request for sample in samples]
-    root = np.zeros((A, 4), np.uint32)
-    root[: len(samples)] = [request.root for request in requests]
     return Admissions(
         row_ids=pad_rows(row_ids, A),
         token_ids=token_ids,
         num_tokens=_padded([len(tokens) for tokens in token_lists], np.int32),
         prompt_len=_padded([len(r.prompt_token_ids) for r in requests], np.int32),
-        request_root=root,
+        request_root=_padded([request.root for request in requests], np.uint32),
         sample_index=_padded([sample.index for sample in samples], np.int32),
-        adapter_id=np.zeros(A, np.int32),
-        reads_cache=np.full(A, reads_cache),
+        adapter_id=_padded([0], np.int32),
+        reads_cache=_padded([reads_cache] * len(samples), np.bool_),
         sampling=_pack_sampling(samples, num_stop_ids),
     )
-
-
-def _padded(values: Sequence[float], dtype: type) -> np.ndarray:
-    padded = np.zeros(NUM_ADMISSIONS, dtype)
-    padded[: len(values)] = values
-    return padded
 
 
 def _pack_sampling(samples: Sequence[Sample], num_stop_ids: int) -> SamplingState:
     requests = [sample.request for sample in samples]
     params = [request.params for request in requests]
-    key = np.zeros((NUM_ADMISSIONS, 2), np.uint32)
-    key[: len(samples)] = [seed_key(request.seed) for request in requests]
-    stop_ids = np.full((NUM_ADMISSIONS, num_stop_ids), -1, np.int32)
+    stop_ids: Any = np.full((NUM_ADMISSIONS, num_stop_ids), -1, np.int32)
     for place, request in enumerate(requests):
         stop_ids[place, : len(request.stop_ids)] = request.stop_ids
-    state = SamplingState(
-        key=key,
+    return SamplingState(
+        key=_padded([seed_key(request.seed) for request in requests], np.uint32),
         temperature=_padded([p.temperature for p in params], np.float32),
         top_p=_padded([p.top_p for p in params], np.float32),
         top_k=_padded([p.top_k for p in params], np.int32),
         min_p=_padded([p.min_p for p in params], np.float32),
         eos_id=_padded([request.eos_id for request in requests], np.int32),
         stop_ids=stop_ids,
-        min_len=np.zeros(NUM_ADMISSIONS, np.int32),
+        min_len=_padded([0], np.int32),
         max_len=_padded([request.max_len for request in requests], np.int32),
         want_logprobs=_padded([p.logprobs is not None for p in params], np.bool_),
     )
-    return state
 
 
 class PrefillRow(NamedTuple):
@@ -127,9 +121,12 @@ class PrefillRow(NamedTuple):
 
 def pack_step(rows: Sequence[PrefillRow], size: int) -> StepInputs:
     """Prefill rows as the inputs of `step`."""
-    limits, parent = np.zeros(size, np.int32), np.arange(size, dtype=np.int32)
-    sample_index = np.zeros(size, np.int32)
+    parent: Any = np.arange(size, dtype=np.int32)
     for place, row in enumerate(rows):
-        limits[place], sample_index[place] = row.num_new, row.sample.index
         parent[place] = place if row.parent is None else row.parent
-    return StepInputs(pad_rows([row.row_id for row in rows], size), limits, parent, sample_index)
+    return StepInputs(
+        row_ids=pad_rows([row.row_id for row in rows], size),
+        limits=_padded([row.num_new for row in rows], np.int32, size),
+        parent=parent,
+        sample_index=_padded([row.sample.index for row in rows], np.int32, size),
+    )

@@ -54,7 +54,8 @@ class Engine:
     def __init__(
         self, forward: Forward, params: Params, config: EngineConfig, make_state: MakeState
     ) -> None:
-        assert config.max_num_seqs and config.max_num_batched_tokens, "a resolved config"
+        assert config.max_num_seqs is not None
+        assert config.max_num_batched_tokens is not None, "not a resolved config"
         self.config, self.stats = config, EngineStats()
         self._forward, self._make_state = forward, make_state
         self._params = jax.block_until_ready(params)
@@ -362,9 +363,10 @@ class Engine:
 
     def _renew_state(self) -> None:
         self._state: EngineState | None = None  # frees the old pool first
-        self._state = self._make_state().replace(weights_version=jnp.uint32(self._weights_version))
-        self._num_free: int | jax.Array = self._state.pool.ref_count.shape[0] - 1
-        self._free_rows = list(range(1, self._state.rows.num_tokens.shape[0]))
+        version = jnp.uint32(self._weights_version)
+        state = self._state = replace(self._make_state(), weights_version=version)
+        self._num_free: int | jax.Array = state.pool.ref_count.shape[0] - 1
+        self._free_rows = list(range(1, state.rows.num_tokens.shape[0]))
         self._leaving: list[int] = []
 
     def _is_state_lost(self) -> bool:

@@ -40,7 +40,11 @@ def make_engine(
     device = jax.devices()[0]
     config = config.resolved(model, device.platform)
     dtype = _resolve_dtype(source, model, config)
-    num_blocks = None if device.platform != "cpu" else _num_blocks(config, model, dtype, device)
+    num_blocks = (
+        None
+        if device.platform != "cpu"
+        else capacity.choose_num_blocks(config, model, dtype, device)
+    )
     started = time.perf_counter()
     if params is None:
         assert isinstance(source, str | Path)
@@ -49,7 +53,7 @@ def make_engine(
     del params
     hash_key = np.frombuffer(secrets.token_bytes(16), np.uint32)
     # What a GPU has left is known only with the weights in place.
-    num_blocks = num_blocks or _num_blocks(config, model, dtype, device)
+    num_blocks = num_blocks or capacity.choose_num_blocks(config, model, dtype, device)
 
     def make_state() -> EngineState:
         return empty_state(model, config, dtype, num_blocks, hash_key)
@@ -122,10 +126,6 @@ def empty_state(
         hash_key=jnp.array(hash_key),
         num_stop_ids=config.max_stop_ids,
     )
-
-
-def _num_blocks(config: EngineConfig, model: ModelConfig, dtype: str, device: jax.Device) -> int:
-    return capacity.choose_num_blocks(config, model, dtype, device)
 
 
 def _log_capacity(num_blocks: int, config: EngineConfig) -> None:
