@@ -129,12 +129,12 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine", "Sizes may be written as 1k (1000) or 1K (1024).")
     _add(group, "--dtype", str, "auto, bfloat16, float16 or float32")
-    _add(group, "--max-model-len", _size, "most tokens of prompt and output together")
-    _add(group, "--max-num-seqs", _size, "most sequences at a time")
-    _add(group, "--max-num-batched-tokens", _size, "most tokens of a step")
+    _add(group, "--max-model-len", read_size, "most tokens of prompt and output together")
+    _add(group, "--max-num-seqs", read_size, "most sequences at a time")
+    _add(group, "--max-num-batched-tokens", read_size, "most tokens of a step")
     _add(group, "--block-size", int, "tokens of a block of the KV cache")
-    _add(group, "--num-gpu-blocks-override", _size, "blocks of the KV cache, on any device")
-    _add(group, "--kv-cache-memory-bytes", _size, "size of the KV cache")
+    _add(group, "--num-gpu-blocks-override", read_size, "blocks of the KV cache, on any device")
+    _add(group, "--kv-cache-memory-bytes", read_size, "size of the KV cache")
     _add(group, "--gpu-memory-utilization", float, "share of a GPU's memory to use")
     _add(
         group,
@@ -157,7 +157,7 @@ def _add(group: Any, flag: str, kind: Any, text: str, **options: Any) -> None:
     group.add_argument(flag, help=text, default=argparse.SUPPRESS, **options)
 
 
-def _size(text: str) -> int:
+def read_size(text: str) -> int:
     """Reads 1000, 1k, 25.6k (decimal) and 1K (binary, whole numbers alone), as vLLM does."""
     match = re.fullmatch(r"(\d+)(\.\d+)?([kmgKMG]?)", text)
     if match is None:
@@ -189,6 +189,11 @@ def _output_path(text: str) -> Path:
     return path
 
 
+def engine_options(argv: Sequence[str]) -> dict[str, Any]:
+    """The engine's options among a command line's arguments, as `EngineConfig` names them."""
+    return _given(_parser().parse_args(argv), _ENGINE_NAMES)
+
+
 def _given(args: argparse.Namespace, names: set[str]) -> dict[str, Any]:
     return {name: value for name, value in vars(args).items() if name in names}
 
@@ -203,6 +208,8 @@ def _generate(args: argparse.Namespace, started: float) -> None:
     for line in lines:
         _params_of(line, SamplingParams(), sampling)
 
+    import jax
+
     from jpaged import LLM
     from jpaged.engine.compiled import compile_clock
 
@@ -214,6 +221,10 @@ def _generate(args: argparse.Namespace, started: float) -> None:
         **options,
     ) as llm:
         logger.info("Engine ready %.1f s after the start", time.perf_counter() - started)
+        logger.info(
+            "Programs are compiled when first needed, which takes a while, and kept in %s",
+            jax.config.jax_compilation_cache_dir or "memory alone",
+        )
         defaults = llm.get_default_sampling_params()
         params = [_params_of(line, defaults, sampling) for line in lines]
         prompts = [_prompt_of(line, llm) for line in lines]

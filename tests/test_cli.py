@@ -1,0 +1,286 @@
+"""The command line: what it reads, what it writes, and what it says of bad input."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jpaged
+from jpaged import cli
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = ROOT / "tests" / "fixtures" / "arch" / "llama_sharded"
+WITHOUT_TOKENIZER = ROOT / "tests" / "fixtures" / "arch" / "llama_llama3rope"
+SMALL = "--max-model-len 64 --max-num-seqs 4 --max-num-batched-tokens 32 --num-decode-steps 4"
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    """Writes a file of prompts; objects become lines of JSON."""
+
+    def write(*lines: Any, name: str = "prompts.jsonl") -> Path:
+        path = tmp_path / name
+        is_text = path.suffix == ".txt"
+        text = [line if is_text else json.dumps(line) for line in lines]
+        path.write_text("".join(f"{line}\n" for line in text), encoding="utf-8")
+        return path
+
+    return write
+
+
+def generate(prompts: Path, *options: Any, model: Path = MODEL) -> int:
+    argv = ["generate", model, "--prompts", prompts, *SMALL.split(), *options]
+    return cli.main([str(arg) for arg in argv])
+
+
+def answers(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *argv: Any) -> str:
+    """The one line that a refused command writes."""
+    try:
+        code = cli.main([str(arg) for arg in argv])
+    except SystemExit as stop:  # argparse leaves this way
+        code = stop.code
+    captured = capsys.readouterr()
+    assert code == cli.BAD_INPUT
+    assert captured.out == ""
+    lines = captured.err.strip().splitlines()
+    assert len(lines) == 1, captured.err
+    return lines[0]
+
+
+# --- good input ---
+
+
+def test_each_kind_of_line_gets_its_answer(write, tmp_path: Path):
+    out = tmp_path / "out.jsonl"
+    prompts = write(
+        "Hello there",
+        {"prompt": "Hello there", "id": "named", "max_tokens": 2},
+        {"prompt_token_ids": [1, 50, 60], "id": 7, "temperature": 0.8, "n": 2, "seed": 5},
+        {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3},
+    )
+    assert generate(prompts, "--out", out, "--temperature", 0, "--max-tokens", 5) == 0
+    text, named, ids, chat = answers(out)
+    assert [text["id"], named["id"], ids["id"], chat["id"]] == [0, "named", 7, 3]
+    assert [text["prompt"], named["prompt"], ids["prompt"]] == ["Hello there"] * 2 + [None]
+    assert "<|im_start|>user\nHi<|im_end|>" in chat["prompt"]
+    lengths = [[len(one["token_ids"]) for one in line["outputs"]] for line in answers(out)]
+    assert lengths == [[5], [2], [5, 5], [3]]
+    assert named["outputs"][0]["token_ids"] == text["outputs"][0]["token_ids"][:2]
+    first, second = ids["outputs"]
+    assert first["token_ids"] != second["token_ids"]
+    assert set(first) == {"text", "token_ids", "finish_reason", "stop_reason"}
+    assert first["finish_reason"] == "length"
+    assert text["num_cached_tokens"] == 0
+
+
+def test_the_command_line_answers_as_the_library(write, tmp_path: Path):
+    out = tmp_path / "out.jsonl"
+    texts = ["one two three", "The list of the"]
+    assert generate(write(*texts), "--out", out, "--temperature", 0, "--max-tokens", 6) == 0
+    options = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+    with jpaged.LLM(MODEL, num_decode_steps=4, **options) as llm:
+        params = jpaged.SamplingParams(temperature=0.0, max_tokens=6)
+        expected = llm.generate(texts, params, use_tqdm=False)
+    for line, output in zip(answers(out), expected, strict=True):
+        assert line["outputs"][0]["token_ids"] == output.outputs[0].token_ids
+        assert line["outputs"][0]["text"] == output.outputs[0].text
+
+
+def test_text_files_chat_and_stdout(write, capsys: pytest.CaptureFixture[str]):
+    prompts = write("Hi", "", "How are you?", name="prompts.txt")
+    assert generate(prompts, "--chat", "--temperature", 0, "--max-tokens", 4) == 0
+    captured = capsys.readouterr()
+    shown = [line for line in captured.out.splitlines() if line.startswith(">>> ")]
+    assert shown == [">>> Hi", ">>> How are you?"]
+    assert "[...]" in captured.out  # the answers were cut at 4 tokens
+    for told in ("Model loading took", "KV cache size: ", "Maximum concurrency for 64 tokens"):
+        assert told in captured.err
+    assert "2 prompts of" in captured.err
+    assert "8 tokens of output" in captured.err
+    assert "programs were compiled" in captured.err
+
+
+def test_token_ids_need_no_tokenizer(write, tmp_path: Path):
+    prompts, out = write({"prompt_token_ids": [1, 50, 60]}), tmp_path / "out.jsonl"
+    options = ["--skip-tokenizer-init", "--ignore-eos", "--temperature", 0, "--max-tokens", 4]
+    assert generate(prompts, "--out", out, *options, model=WITHOUT_TOKENIZER) == 0
+    (one,) = answers(out)[0]["outputs"]
+    assert one["text"] == ""
+    assert len(one["token_ids"]) == 4
+
+
+def test_a_stop_token_ends_an_output(write, tmp_path: Path):
+    out = tmp_path / "out.jsonl"
+    options = ["--out", out, "--temperature", 0, "--max-tokens", 6, "--ignore-eos"]
+    assert generate(write("Hello"), *options) == 0
+    whole = answers(out)[0]["outputs"][0]["token_ids"]
+    stop = whole[2]
+    assert generate(write("Hello"), *options, "--stop-token-ids", stop) == 0
+    (one,) = answers(out)[0]["outputs"]
+    assert one["token_ids"] == whole[: whole.index(stop) + 1]
+    assert (one["finish_reason"], one["stop_reason"]) == ("stop", stop)
+
+
+# --- bad input ---
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (7, "a line is a JSON string or object"),
+        ({"text": "Hi"}, "unknown key 'text'"),
+        ({"id": 1}, "give one of prompt, prompt_token_ids, messages; got none"),
+        ({"prompt": "Hi", "prompt_token_ids": [1]}, "got prompt, prompt_token_ids"),
+        ({"prompt": ["Hi"]}, "prompt must be a string"),
+        ({"prompt_token_ids": []}, "token ids must be a list of at least one integer"),
+        ({"prompt_token_ids": [1, True]}, "token ids must be a list of at least one integer"),
+        ({"messages": [{"content": "Hi"}]}, "messages must be a list"),
+        ({"messages": []}, "messages must be a list"),
+        ({"prompt": "Hi", "temperature": -1}, "temperature must be from 0 to 2, got -1"),
+        ({"prompt": "Hi", "max_tokens": 0}, "max_tokens must be from 1"),
+        ({"prompt": "Hi", "temperature": 0, "n": 2}, "n must be 1 when greedy"),
+        ({"prompt": "Hi", "stop": "."}, "not supported yet: stop"),
+    ],
+)
+def test_a_bad_line_is_named_before_any_work(write, capsys, line: Any, told: str):
+    path = write("fine", line)
+    # The model does not even exist: nothing looks at it.
+    message = refusal(capsys, "generate", "no/such/model", "--prompts", path)
+    assert message.startswith(f"jpaged: {path}:2: ")
+    assert told in message
+
+
+def test_broken_json_is_named_with_its_column(tmp_path: Path, capsys):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('"fine"\n\n{"prompt": \n')
+    message = refusal(capsys, "generate", "no/such/model", "--prompts", path)
+    assert message == f"jpaged: {path}:3: no JSON: Expecting value (column 12)"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("prompts.jsonl", b"", "has no prompts"),
+        ("prompts.txt", b"\n \n", "has no prompts"),
+        ("prompts.txt", b"Hi\n\xff\xfe\n", "is not UTF-8"),
+        ("prompts.csv", b"Hi\n", "must end in .jsonl or .txt"),
+        ("prompts.txt", None, "can not be read: No such file"),
+    ],
+)
+def test_bad_prompt_files_are_refused(tmp_path: Path, capsys, name, content, told):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    assert told in refusal(capsys, "generate", "no/such/model", "--prompts", path)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--block-size", "0"], "block_size must be from 1 to 256, got 0"),
+        (["--block-size", "many"], "argument --block-size: invalid int value: 'many'"),
+        (["--max-model-len", "1.5K"], "'1.5K' is no size"),
+        (["--max-model-len", "-1"], "--max-model-len"),
+        (["--implementation", "magic"], "implementation='magic' is unknown"),
+        (["--temperature", "nan"], "temperature must be from 0 to 2, got nan"),
+        (["--n", "0"], "n must be from 1"),
+        (["--out", "no/such/folder/out.jsonl"], "no/such/folder is no directory"),
+        (["--generation-config", "mine"], "invalid choice: 'mine'"),
+        (["--pages", "4"], "unrecognized arguments: --pages"),
+        ([], "no/such/model does not exist"),
+    ],
+)
+def test_bad_options_are_refused(write, capsys, options: list[str], told: str):
+    path = write("Hi")
+    assert told in refusal(capsys, "generate", "no/such/model", "--prompts", path, *options)
+
+
+@pytest.mark.parametrize(
+    ("line", "options", "told"),
+    [
+        ({"prompt_token_ids": [1, 512]}, [], "token id 512 is outside the vocabulary"),
+        ({"prompt_token_ids": [1] * 64}, [], "exceeds max_model_len=64"),
+        ("Hi", ["--skip-tokenizer-init"], "needs a tokenizer"),
+        ({"messages": [{"role": "user"}]}, ["--skip-tokenizer-init"], "chat needs a tokenizer"),
+    ],
+)
+def test_what_only_the_engine_can_judge_names_the_line_too(write, capsys, line, options, told):
+    path = write({"prompt_token_ids": [1]}, line)
+    assert generate(path, *options) == cli.BAD_INPUT
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"jpaged: {path}:2: ")
+    assert told in last
+
+
+def test_ctrl_c_is_no_traceback(write, capsys, monkeypatch):
+    def interrupt(*args: Any, **kwargs: Any):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "read_prompts", interrupt)
+    assert cli.main(["generate", "model", "--prompts", "prompts.txt"]) == cli.INTERRUPTED
+    assert capsys.readouterr().err == "jpaged: interrupted\n"
+
+
+# --- arguments ---
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("4096", 4096),
+        ("1k", 1000),
+        ("1K", 1024),
+        ("25.6k", 25600),
+        ("2G", 2**31),
+        ("1.1m", 1_100_000),
+    ],
+)
+def test_sizes_are_read_as_vllm_reads_them(text: str, size: int):
+    assert cli.read_size(text) == size
+
+
+def test_every_engine_option_of_the_command_line_is_one_of_the_configs():
+    argv = ["bench", "throughput", "--model", "m", "--workload", "w.jsonl"]
+    flags = {
+        "--dtype": "float32",
+        "--max-model-len": "1k",
+        "--max-num-seqs": "8",
+        "--max-num-batched-tokens": "1K",
+        "--block-size": "32",
+        "--num-gpu-blocks-override": "99",
+        "--kv-cache-memory-bytes": "1G",
+        "--gpu-memory-utilization": "0.5",
+        "--seed": "3",
+        "--num-decode-steps": "4",
+        "--implementation": "xla",
+        "--compilation-cache-dir": "",
+    }
+    given = [part for flag in flags.items() for part in flag]
+    options = cli.engine_options([*argv, *given, "--deterministic", "--no-enable-prefix-caching"])
+    config = jpaged.EngineConfig.from_options(**options)
+    assert (config.max_model_len, config.max_num_batched_tokens) == (1000, 1024)
+    assert config.deterministic
+    assert not config.cache.enable_prefix_caching
+    assert (config.cache.block_size, config.cache.num_gpu_blocks_override) == (32, 99)
+    assert config.cache.kv_cache_memory_bytes == 2**30
+
+
+def test_help_and_version_import_nothing_heavy():
+    script = (
+        "import sys\n"
+        "from jpaged.cli import main\n"
+        "try:\n    main([sys.argv[1]])\n"
+        "except SystemExit as stop:\n    assert stop.code == 0, stop.code\n"
+        "assert not {'jax', 'flax', 'transformers', 'numpy'} & set(sys.modules), 'heavy'\n"
+    )
+    for flag, told in (("--help", "generate"), ("--version", jpaged.__version__)):
+        command = [sys.executable, "-c", script, flag]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+        assert told in done.stdout
