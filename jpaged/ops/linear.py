@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from jpaged.ops.invariant import multiply_by_row
 from jpaged.typing import Array, Float
 
 
@@ -28,9 +29,4 @@ def linear(weight: Any, x: Float[Array, "T D"], dtype: DTypeLike) -> Float[Array
 
 def linear_by_row(weight: Any, x: Float[Array, "T D"], dtype: DTypeLike) -> Float[Array, "T F"]:
     """`linear` whose rows have the same bits however many there are."""
-    # For few rows XLA's CPU products take other kernels. Measured for matrices from [8, 8] to
-    # [2048, 512]: bfloat16 rows differ up to 6 of them, float32 and float16 rows up to 48.
-    min_rows = 8 if x.dtype == jnp.bfloat16 else 64
-    T = x.shape[0]
-    padded = jnp.pad(x, ((0, max(0, min_rows - T)), (0, 0)))
-    return linear(weight, padded, dtype)[:T]
+    return multiply_by_row(lambda rows: linear(weight, rows, dtype), x)

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jax import lax
 
+from jpaged.ops.invariant import sum_last
 from jpaged.typing import Array, Float
 
 
@@ -29,18 +30,5 @@ def _normalize(
     x: Float[Array, "*rows D"], eps: float, *, row_invariant: bool
 ) -> Float[Array, "*rows D"]:
     x = x.astype(jnp.float32)
-    sum_rows = _sum_as_product if row_invariant else _sum
-    return x * lax.rsqrt(sum_rows(x * x) / x.shape[-1] + eps)
-
-
-def _sum(x: Float[Array, "*rows D"]) -> Float[Array, "*rows 1"]:
-    return jnp.sum(x, axis=-1, keepdims=True)
-
-
-def _sum_as_product(x: Float[Array, "*rows D"]) -> Float[Array, "*rows 1"]:
-    # The order in which XLA's CPU sums add up depends on how many rows there are. That of a product
-    # does not, from two rows on; with one column it would be turned back into a sum.
-    *rows, D = x.shape
-    flat = jnp.pad(x.reshape(-1, D), ((0, 1), (0, 0)))
-    sums = lax.dot(flat, jnp.ones((D, 2), x.dtype), precision=lax.Precision.HIGHEST)
-    return sums[:-1, :1].reshape(*rows, 1)
+    total = sum_last(x * x) if row_invariant else jnp.sum(x * x, axis=-1)
+    return x * lax.rsqrt(total / x.shape[-1] + eps)[..., None]

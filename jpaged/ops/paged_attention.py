@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jpaged.ops.invariant import sum_last
 from jpaged.ops.kv_cache import LayerKV, read_blocks
 from jpaged.typing import Array, Bool, Float, Int
 
@@ -299,12 +300,7 @@ def _sum_weights(
 ) -> Float[Array, "B K tile_q"]:
     if rule.fixed_rows is None:
         return jnp.sum(weights, axis=-1)
-    # The order of a reduction depends on the shape as well: halves are added instead.
-    while (width := weights.shape[-1]) > 1:
-        half = (width + 1) // 2
-        upper = jnp.pad(weights[..., half:], ((0, 0),) * 3 + ((0, 2 * half - width),))
-        weights = weights[..., :half] + upper
-    return weights[..., 0]
+    return sum_last(weights)
 
 
 def _batched_dot(
