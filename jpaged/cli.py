@@ -221,9 +221,10 @@ def _generate(args: argparse.Namespace, started: float) -> None:
         **options,
     ) as llm:
         logger.info("Engine ready %.1f s after the start", time.perf_counter() - started)
+        folder = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
         logger.info(
             "Programs are compiled when first needed, which takes a while, and kept in %s",
-            jax.config.jax_compilation_cache_dir or "memory alone",
+            folder or "memory alone",
         )
         defaults = llm.get_default_sampling_params()
         params = [_params_of(line, defaults, sampling) for line in lines]
@@ -236,12 +237,14 @@ def _generate(args: argparse.Namespace, started: float) -> None:
                 raise
             raise _at(lines[error.prompt_index], error) from error
         seconds = time.perf_counter() - begun
-    _log_speed(outputs, seconds)
+        first_token_at = llm.stats.first_token_at or begun
     logger.info(
-        "%d programs were compiled, or read from the cache of programs, in %.1f s",
+        "%d programs were compiled, or read from that folder, in %.1f s",
         compile_clock.num_programs,
         compile_clock.seconds,
     )
+    logger.info("First token %.1f s after the start", first_token_at - started)
+    _log_speed(outputs, seconds)
     if args.out is None:
         _write_text(lines, outputs, sys.stdout)
     else:

@@ -313,7 +313,7 @@ class Engine:
         for row_id in result.unused_rows:
             heapq.heappush(self._free_rows, row_id)
         self._num_free = int(output.num_free_blocks)
-        self.stats.count_prefill(int(output.granted.sum()))
+        self.stats.count_prefill(int(output.granted.sum()), int(output.is_sampled.sum()))
 
     def _take_window(self, samples: Sequence[Sample], output: StepOutput, num_steps: int) -> None:
         block_size = self.config.cache.block_size

@@ -1,6 +1,7 @@
 """What the engine counts, in tokens, blocks and steps."""
 
 import dataclasses
+import time
 
 from jpaged.engine.request import Sample
 
@@ -11,7 +12,7 @@ class EngineStats:
 
     num_cache_queries and num_cache_hits are tokens, counted at a sample's first admission alone, as
     vLLM does; resumed ones are counted apart. num_window_tokens are those made in windows of more
-    than one step.
+    than one step. first_token_at: when the first token was there, by `time.perf_counter`.
     """
 
     num_preemptions: int = 0
@@ -24,6 +25,7 @@ class EngineStats:
     num_windows: int = 0
     num_decode_tokens: int = 0
     num_window_tokens: int = 0
+    first_token_at: float | None = None
 
     def count_admission(self, sample: Sample, num_cached: int) -> None:
         """A sample took a row; `num_cached` of its tokens had their KV in the cache."""
@@ -36,10 +38,12 @@ class EngineStats:
         if sample.request.num_cached_tokens is None:
             sample.request.num_cached_tokens = num_cached
 
-    def count_prefill(self, num_tokens: int) -> None:
-        """A prefill step computed `num_tokens` tokens."""
+    def count_prefill(self, num_tokens: int, num_sampled: int) -> None:
+        """A prefill step computed `num_tokens` tokens and made `num_sampled`."""
         self.num_prefill_steps += 1
         self.num_prefill_tokens += num_tokens
+        if num_sampled and self.first_token_at is None:
+            self.first_token_at = time.perf_counter()
 
     def count_window(self, num_steps: int, num_sampled: int) -> None:
         """A window of `num_steps` made `num_sampled` tokens."""
