@@ -3,7 +3,7 @@
     python scripts/bench_peers.py --model HF_DIRECTORY --workload W1.jsonl --rounds 3
 
 The engines take turns, each time in a fresh process, so that a busy or throttled machine hurts
-both alike. transformers runs static batches of 16, padded on the left, in the order of the workload.
+both alike. transformers runs static batches of 16, padded on the left, in the workload's order.
 The model is a Hugging Face directory (scripts/convert_checkpoint.py makes one of a GGUF file), the
 dtype the same for both; unknown options go to jpaged. Prints a line of JSON for each engine, with
 medians, and one with the ratio. Needs torch.

@@ -75,8 +75,7 @@ def measure(
     prompts = [item.prompt_ids for item in workload]
     params = [item.params for item in workload]
     with LLM(model, skip_tokenizer_init=True, **options) as llm:
-        with LoadClock() as warm_up:
-            llm.generate(prompts, params, use_tqdm=False)
+        warm_up, _ = _run(llm, prompts, params)
         compiled = {
             "warm_up_s": round(warm_up.seconds, 3),
             "compile_s": round(compile_clock.seconds, 3),
@@ -85,11 +84,9 @@ def measure(
         before = dataclasses.replace(llm.stats)
         clocks, num_output = [], []
         for _ in range(reps):
-            llm.reset_prefix_cache()
-            with LoadClock() as clock:
-                outputs = llm.generate(prompts, params, use_tqdm=False)
+            clock, num_tokens = _run(llm, prompts, params)
             clocks.append(clock)
-            num_output.append(sum(len(one.token_ids) for out in outputs for one in out.outputs))
+            num_output.append(num_tokens)
         return {
             **_speeds(clocks, sum(map(len, prompts)), statistics.median_low(num_output)),
             "outputs_ok": set(num_output) == {sum(one.n * (one.max_tokens or 0) for one in params)},
@@ -100,6 +97,16 @@ def measure(
             "num_programs_while_measured": compile_clock.num_programs - compiled["num_programs"],
             **_setting(llm, model),
         }
+
+
+def _run(
+    llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+) -> tuple[LoadClock, int]:
+    """One run with an empty prefix cache: its time, and the tokens of output."""
+    llm.reset_prefix_cache()
+    with LoadClock() as clock:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    return clock, sum(len(one.token_ids) for output in outputs for one in output.outputs)
 
 
 def _speeds(clocks: Sequence[LoadClock], num_prompt: int, num_output: int) -> dict[str, Any]:
