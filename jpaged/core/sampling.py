@@ -10,7 +10,6 @@ No sort: top-k and top-p are thresholds, found by bisection over the bits of the
 
 import functools
 import operator
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
+from jax.extend.random import threefry_2x32
 
 from jpaged.sampling_params import GREEDY_TEMPERATURE
 from jpaged.typing import Array, Bool, Float, Int, UInt32
@@ -29,6 +29,7 @@ TILE = 64  # ids summed together
 FOLD = 16  # tiles come in multiples of this: sums add this many slices first, which vectorizes
 NUM_NEAR = 64  # the likeliest tiles of a row, searched first
 ONE_BITS = 0x3F800000  # 1.0 as a float32's bits
+UNKNOWN = 2**31 - 1  # more than any row weighs
 
 
 @struct.dataclass
@@ -42,7 +43,7 @@ class SamplingState:
     min_p: Float[Array, " R"]  # 0: off
     eos_id: Int[Array, " R"]  # -1: end-of-sequence is ignored
     stop_ids: Int[Array, "R X"]  # padded with -1
-    min_len: Int[Array, " R"]  # tokens, prompt included, below which nothing stops the row
+    min_len: Int[Array, " R"]  # tokens, prompt included, below which no token stops the row
     max_len: Int[Array, " R"]  # tokens, prompt included, at which it stops
     want_logprobs: Bool[Array, " R"]
 
@@ -118,11 +119,13 @@ def finish_reasons(
 
     num_tokens_after: the rows' tokens, prompt and new token included.
     """
-    reason = jnp.where(num_tokens_after >= rows.max_len, STOP_LENGTH, RUNNING)
     is_stop = jnp.any(rows.stop_ids == tokens[:, None], axis=1)
-    reason = jnp.where(is_stop, STOP_TOKEN, reason)
+    reason = jnp.where(is_stop, STOP_TOKEN, RUNNING)
     reason = jnp.where(tokens == rows.eos_id, STOP_EOS, reason)
-    return jnp.where(num_tokens_after < rows.min_len, RUNNING, reason).astype(jnp.int32)
+    reason = jnp.where(num_tokens_after < rows.min_len, RUNNING, reason)
+    # Whatever min_len says: a row has no blocks past max_len.
+    is_long = (reason == RUNNING) & (num_tokens_after >= rows.max_len)
+    return jnp.where(is_long, STOP_LENGTH, reason).astype(jnp.int32)
 
 
 # --- the draw. Vectors over the vocabulary are tiled: [B, tiles, TILE], padded at the end ---
@@ -177,14 +180,20 @@ def _total(probs: Float[Array, "B tiles ids"]) -> Float[Array, " B"]:
 def _random_bits(
     key: UInt32[Array, "B 2"], sample_index: Int[Array, " B"], positions: Int[Array, " B"]
 ) -> UInt32[Array, " B"]:
-    """32 bits a row, a function of its key, sample index and position."""
+    """32 bits a row: its key folded with its sample index, then its position, as `jax.random` does.
 
-    def bits_of(key: Array, index: Array, position: Array) -> Array:
-        wrapped = jax.random.wrap_key_data(key, impl="threefry2x32")
-        folded = jax.random.fold_in(jax.random.fold_in(wrapped, index), position)
-        return jax.random.bits(folded, (), jnp.uint32)
+    The three calls of threefry are one loop, since each would compile anew.
+    """
+    B = positions.shape[0]
+    zeros = jnp.zeros(B, jnp.uint32)
+    words = jnp.stack([sample_index.astype(jnp.uint32), positions.astype(jnp.uint32), zeros])
 
-    return jax.vmap(bits_of)(key, sample_index, positions)
+    def fold(i: Array, key: UInt32[Array, "2 B"]) -> UInt32[Array, "2 B"]:
+        count = jnp.concatenate([zeros, words[i]])
+        return threefry_2x32((key[0], key[1]), count).reshape(2, B)
+
+    high, low = lax.fori_loop(0, 3, fold, key.T)
+    return high ^ low
 
 
 def _draw(
@@ -210,9 +219,9 @@ def _kept_shares(
 ) -> Int[Array, "B tiles ids"]:
     """Each id's share of the draw, an integer; 0 if dropped or below about 2**-31."""
     probs = _tiled(_relative(logits, jnp.where(is_random, rows.temperature, 1.0)), 0.0)
-    shares = _Shares(_scale(probs))
+    shares = _Weights(_scale(probs), jnp.float32(0.5))
     floor = _truncate(rows, probs, shares, is_random)
-    return jnp.where(_bits(probs) >= floor[:, None, None], shares(probs), 0)
+    return jnp.where(_bits(probs) >= floor[:, None, None], shares.of(probs), 0)
 
 
 def _scale(probs: Float[Array, "B tiles ids"]) -> Float[Array, " B"]:
@@ -221,14 +230,19 @@ def _scale(probs: Float[Array, "B tiles ids"]) -> Float[Array, " B"]:
     return jnp.ldexp(jnp.ones(exponent.shape, jnp.float32), 30 - exponent)
 
 
-class _Shares(NamedTuple):
-    """Probabilities as integers: their sums are exact, below 2**31, and blind to order."""
+class _Weights(NamedTuple):
+    """Ids as integers, so that sums are exact, below 2**31, and blind to order.
+
+    An id's share of the draw is its probability, scaled and rounded. Scaled by 0 and 1 added, ids
+    are counted.
+    """
 
     scale: Float[Array, " B"]
+    plus: Float[Array, ""]
 
-    def __call__(self, probs: Float[Array, "B *_"]) -> Int[Array, "B *_"]:
+    def of(self, probs: Float[Array, "B *_"]) -> Int[Array, "B *_"]:
         scale = self.scale.reshape(-1, *(1,) * (probs.ndim - 1))
-        return (probs * scale + 0.5).astype(jnp.int32)
+        return (probs * scale + self.plus).astype(jnp.int32)
 
 
 def _multiply_high(bits: UInt32[Array, " B"], total: Int[Array, " B"]) -> Int[Array, " B"]:
@@ -242,8 +256,6 @@ def _multiply_high(bits: UInt32[Array, " B"], total: Int[Array, " B"]) -> Int[Ar
 
 # --- truncation: which ids stay, as a floor under the bits of their probabilities ---
 
-Weigh = Callable[[Float[Array, "B *_"]], Int[Array, "B *_"]]
-
 
 def _bits(probs: Float[Array, "*_"]) -> Int[Array, "*_"]:
     """Bits of floats that are not negative: they sort as the floats do."""
@@ -253,44 +265,49 @@ def _bits(probs: Float[Array, "*_"]) -> Int[Array, "*_"]:
 def _truncate(
     rows: SamplingState,
     probs: Float[Array, "B tiles ids"],
-    shares: Weigh,
+    shares: _Weights,
     is_random: Bool[Array, " B"],
 ) -> Int[Array, " B"]:
     """The floor that min-p, then top-k, then top-p of what is left, put under a row."""
     has_top_k, has_top_p = is_random & (rows.top_k > 0), is_random & (rows.top_p < 1.0)
     min_p_floor = _bits(rows.min_p)
 
+    def count(_: Int[Array, " B"]):
+        weights = _Weights(jnp.zeros_like(shares.scale), jnp.ones_like(shares.plus))
+        return weights, rows.top_k, has_top_k
+
+    def share(floor: Int[Array, " B"]):
+        left = _mass(probs, shares, floor)
+        target = jnp.ceil(rows.top_p * left.astype(jnp.float32)).astype(jnp.int32)
+        return shares, jnp.clip(target, 1, left), has_top_p
+
     def search() -> Int[Array, " B"]:
         near = _likeliest_tiles(probs)
 
-        def top_k_floor() -> Int[Array, " B"]:
-            return _threshold(probs, near, _count, rows.top_k, has_top_k, min_p_floor)
+        def raise_floor(turn: Array, floor: Int[Array, " B"]) -> Int[Array, " B"]:
+            weights, target, is_on = lax.cond(turn == 0, count, share, floor)
+            return _threshold(probs, near, weights, target, is_on, floor)
 
-        def top_p_floor() -> Int[Array, " B"]:
-            left = _mass(probs, shares, floor)
-            target = jnp.ceil(rows.top_p * left.astype(jnp.float32)).astype(jnp.int32)
-            return _threshold(probs, near, shares, jnp.clip(target, 1, left), has_top_p, floor)
-
-        floor = lax.cond(jnp.any(has_top_k), top_k_floor, lambda: min_p_floor)
-        return lax.cond(jnp.any(has_top_p), top_p_floor, lambda: floor)
+        # One loop for both, since each would compile the search anew.
+        first = jnp.where(jnp.any(has_top_k), 0, 1)
+        end = jnp.where(jnp.any(has_top_p), 2, 1)
+        return lax.fori_loop(first, end, raise_floor, min_p_floor)
 
     return lax.cond(jnp.any(has_top_k | has_top_p), search, lambda: min_p_floor)
 
 
-def _count(probs: Float[Array, "B *_"]) -> Int[Array, "B *_"]:
-    return jnp.ones(probs.shape, jnp.int32)
-
-
 def _mass(
-    probs: Float[Array, "B tiles ids"], weigh: Weigh, floor: Int[Array, " B"]
+    probs: Float[Array, "B tiles ids"], weights: _Weights, floor: Int[Array, " B"]
 ) -> Int[Array, " B"]:
     """The weight of the ids at or above the floor."""
+    # Without the barrier XLA takes the bits of all slices out of a loop around, and keeps them.
+    probs, floor = lax.optimization_barrier((probs, floor))
     B, tiles, ids = probs.shape
     slices = probs.reshape(B, FOLD, tiles // FOLD, ids)
     kept = jnp.zeros((B, tiles // FOLD, ids), jnp.int32)
     for i in range(FOLD):  # cut before comparing: masking all of `probs` first takes twice as long
         part = slices[:, i]
-        kept = kept + jnp.where(_bits(part) >= floor[:, None, None], weigh(part), 0)
+        kept = kept + jnp.where(_bits(part) >= floor[:, None, None], weights.of(part), 0)
     return jnp.sum(jnp.sum(kept, axis=2), axis=1)
 
 
@@ -310,10 +327,17 @@ def _likeliest_tiles(probs: Float[Array, "B tiles ids"]) -> _Near:
     return _Near(near, _bits(top[:, -1]) + 1)
 
 
+class _Bracket(NamedTuple):
+    low: Int[Array, " B"]  # leaves at least the target, or nothing does
+    low_mass: Int[Array, " B"]  # UNKNOWN until the first turn has weighed it
+    high: Int[Array, " B"]  # leaves less
+    high_mass: Int[Array, " B"]
+
+
 def _threshold(
     probs: Float[Array, "B tiles ids"],
     near: _Near,
-    weigh: Weigh,
+    weights: _Weights,
     target: Int[Array, " B"],
     is_on: Bool[Array, " B"],
     floor: Int[Array, " B"],
@@ -323,55 +347,38 @@ def _threshold(
     When the likeliest tiles hold the answer for all rows, searching them is a tenth of the work.
     """
     near_floor = jnp.maximum(near.floor, floor)
-    in_near = (_mass(near.probs, weigh, near_floor) >= target) | (near_floor == floor)
-    return lax.cond(
-        jnp.all(in_near | ~is_on),
-        lambda: _bisect(near.probs, weigh, target, is_on, near_floor, floor),
-        lambda: _bisect(probs, weigh, target, is_on, floor, floor),
-    )
-
-
-class _Bracket(NamedTuple):
-    low: Int[Array, " B"]  # leaves at least the target, if anything does
-    low_mass: Int[Array, " B"]
-    high: Int[Array, " B"]  # leaves less
-    high_mass: Int[Array, " B"]
-
-
-def _bisect(
-    probs: Float[Array, "B tiles ids"],
-    weigh: Weigh,
-    target: Int[Array, " B"],
-    is_on: Bool[Array, " B"],
-    low: Int[Array, " B"],
-    otherwise: Int[Array, " B"],
-) -> Int[Array, " B"]:
-    """The search of `_threshold` in `probs` from `low` up; `otherwise` for rows that are off."""
-    start = _Bracket(
-        low,
-        _mass(probs, weigh, low),
-        jnp.full(low.shape, ONE_BITS + 1, jnp.int32),
-        jnp.zeros(low.shape, jnp.int32),
-    )
-    is_on = is_on & (start.low_mass >= target)
+    in_near = (_mass(near.probs, weights, near_floor) >= target) | (near_floor == floor)
+    is_near = jnp.all(in_near | ~is_on)
+    low = jnp.where(is_near, near_floor, floor)
 
     def is_open(bracket: _Bracket) -> Bool[Array, " B"]:
         # Once the bracket weighs less than two of the lightest ids it can hold, it holds one, and
         # the ids above `low` are the answer.
-        lightest = weigh(lax.bitcast_convert_type(bracket.low, jnp.float32))
+        lightest = weights.of(lax.bitcast_convert_type(bracket.low, jnp.float32))
         is_crowded = bracket.low_mass - bracket.high_mass - lightest >= lightest
         return is_on & (bracket.high - bracket.low > 1) & is_crowded
 
     def halve(bracket: _Bracket) -> _Bracket:
         middle = bracket.low + (bracket.high - bracket.low) // 2
-        mass = lax.optimization_barrier(_mass(probs, weigh, middle))  # else summed once per use
-        up, down = is_open(bracket) & (mass >= target), is_open(bracket) & (mass < target)
+        middle = jnp.where(bracket.low_mass == UNKNOWN, bracket.low, middle)
+        mass = lax.cond(
+            is_near,
+            lambda: _mass(near.probs, weights, middle),
+            lambda: _mass(probs, weights, middle),
+        )
+        up = mass >= target
         return _Bracket(
             jnp.where(up, middle, bracket.low),
             jnp.where(up, mass, bracket.low_mass),
-            jnp.where(down, middle, bracket.high),
-            jnp.where(down, mass, bracket.high_mass),
+            jnp.where(up, bracket.high, middle),
+            jnp.where(up, bracket.high_mass, mass),
         )
 
+    start = _Bracket(
+        low,
+        jnp.full(low.shape, UNKNOWN, jnp.int32),
+        jnp.full(low.shape, ONE_BITS + 2, jnp.int32),  # so that the first turn is taken
+        jnp.zeros(low.shape, jnp.int32),
+    )
     found = lax.while_loop(lambda bracket: jnp.any(is_open(bracket)), halve, start)
-    return jnp.where(is_on, found.low, otherwise)
+    return jnp.where(is_on & (found.low_mass < UNKNOWN), found.low, floor)

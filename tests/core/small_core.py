@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.core.batch import Batch, Forward, KVCache
-from jpaged.core.block_pool import eviction_key
+from jpaged.core.block_pool import eviction_key, num_free
 from jpaged.core.rows import Admissions, admit, fork, release, reserve
 from jpaged.core.sampling import init_sampling_state, seed_key
 from jpaged.core.state import EngineState, check_invariants, init_state
@@ -22,6 +22,8 @@ from tests.core.scripted import counting_forward, counting_kv, counting_params
 NUM_ROWS, BLOCK_SIZE, BLOCKS_PER_ROW = 8, 4, 8
 WIDTH, BUDGET = 4, 16  # rows and tokens of a step
 NUM_STOP_IDS = 2
+MAX_LEN = BLOCK_SIZE * BLOCKS_PER_ROW
+FILLERS = (5, 6, 7, 8)  # rows that take the blocks a test wants gone
 
 
 def _hidden(params, batch: Batch, kv: KVCache):
@@ -49,7 +51,7 @@ def fragile_params(nan_hidden: int = -1, nan_logits: int = -1) -> dict:
 class Request:
     row_id: int
     tokens: list[int]
-    max_len: int = BLOCK_SIZE * BLOCKS_PER_ROW
+    max_len: int = MAX_LEN
     prompt_len: int | None = None  # None: all the tokens
     sample_index: int = 0
     adapter_id: int = 0
@@ -68,7 +70,9 @@ NOBODY = Request(0, [1])
 
 
 def fresh(
-    num_blocks: int = 64, block_size: int = BLOCK_SIZE, max_blocks_per_row: int = BLOCKS_PER_ROW
+    num_blocks: int = 1 + 4 * BLOCKS_PER_ROW,
+    block_size: int = BLOCK_SIZE,
+    max_blocks_per_row: int = BLOCKS_PER_ROW,
 ) -> EngineState:
     return init_state(
         counting_kv(num_blocks, block_size),
@@ -192,6 +196,17 @@ def split(state: EngineState, parent: int, *children: int) -> EngineState:
     return reseat(state, [parent] * n, list(children), list(range(1, n + 1)))
 
 
+def leave_free(state, num: int):
+    """The state with `num` free blocks: the fillers take the others."""
+    for row_id in FILLERS:
+        taken = min(int(num_free(state.pool)) - num, MAX_LEN // BLOCK_SIZE)
+        state, _ = seat(state, Request(row_id, [row_id]))
+        state, granted = hold(state, [row_id], [taken * BLOCK_SIZE])
+        assert granted == [taken * BLOCK_SIZE]
+    assert int(num_free(state.pool)) == num
+    return state
+
+
 def reseat(
     state: EngineState, parents: list[int], children: list[int], sample_index: list[int]
 ) -> EngineState:
@@ -224,8 +239,7 @@ def blocks_of(state: EngineState, row_id: int) -> list[int]:
 def free_order(state: EngineState) -> list[int]:
     """Free blocks, the next to be taken first."""
     key = np.asarray(eviction_key(state.pool))
-    num_free = int((np.asarray(state.pool.ref_count) == 0).sum())
-    return np.argsort(key, kind="stable")[:num_free].tolist()
+    return np.argsort(key, kind="stable")[: int(num_free(state.pool))].tolist()
 
 
 def contents(state: EngineState, row_id: int) -> dict:

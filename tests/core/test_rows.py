@@ -11,6 +11,8 @@ from jpaged.core.block_pool import num_free
 from jpaged.core.rows import admit, match_admissions, release_all
 from tests.core.small_core import (
     BLOCK_SIZE,
+    FILLERS,
+    MAX_LEN,
     Request,
     admissions,
     assert_same_bits,
@@ -21,6 +23,7 @@ from tests.core.small_core import (
     free_order,
     fresh,
     hold,
+    leave_free,
     let_go,
     reseat,
     run,
@@ -31,28 +34,11 @@ from tests.core.small_core import (
 )
 
 PROMPT = [(5 * i + i * i) % 48 for i in range(24)]
-MAX_LEN = 32
-
-
-FILLERS = (7, 8)  # rows that take the blocks a test wants gone
-
-
-def leave_free(state, num: int):
-    """The state with `num` free blocks."""
-    for row_id in FILLERS:
-        taken = min(int(num_free(state.pool)) - num, MAX_LEN // BLOCK_SIZE)
-        state, _ = seat(state, Request(row_id, [row_id]))
-        state, granted = hold(state, [row_id], [taken * BLOCK_SIZE])
-        assert granted == [taken * BLOCK_SIZE]
-    assert int(num_free(state.pool)) == num
-    return state
 
 
 def three_rows(num_free_blocks: int):
     """Rows 1, 2, 3, each with 10 tokens read into 3 blocks."""
-    state, _ = seat(
-        fresh(15), *(Request(i, [(t + i) % 48 for t in PROMPT[:10]]) for i in (1, 2, 3))
-    )
+    state, _ = seat(fresh(), *(Request(i, [(t + i) % 48 for t in PROMPT[:10]]) for i in (1, 2, 3)))
     for i in (1, 2, 3):
         state, _ = run(state, [i])
     return leave_free(state, num_free_blocks)
@@ -60,7 +46,7 @@ def three_rows(num_free_blocks: int):
 
 def sharers(num_free_blocks: int, length: int = 10, **sampling):
     """Rows 1 to 4 share the blocks of one prompt, the last of them partly filled."""
-    state, _ = seat(fresh(15), Request(1, PROMPT[:length], **sampling))
+    state, _ = seat(fresh(), Request(1, PROMPT[:length], **sampling))
     state, _ = run(state, [1])
     return leave_free(split(state, 1, 2, 3, 4), num_free_blocks)
 
@@ -172,17 +158,17 @@ class TestCopyOnWrite:
         rng = np.random.default_rng(seed)
         lengths = rng.integers(5, 12, 2)
         state, _ = seat(
-            fresh(15), *(Request(i, [i, *PROMPT[: n - 1]]) for i, n in enumerate(lengths, 1))
+            fresh(), *(Request(i, [i, *PROMPT[: n - 1]]) for i, n in enumerate(lengths, 1))
         )
         state, _ = run(state, [1])
         state, _ = run(state, [2])
-        first_children = int(rng.integers(0, 4))
-        children = list(range(3, 7))
-        parents = [1] * first_children + [2] * (4 - first_children)
-        state = reseat(state, parents, children, [0] * 4)
+        first_children = int(rng.integers(0, 3))
+        children = list(range(3, 5))
+        parents = [1] * first_children + [2] * (2 - first_children)
+        state = reseat(state, parents, children, [0] * 2)
         state = leave_free(state, int(rng.integers(0, 6)))
         for _ in range(3):
-            order = rng.permutation(np.arange(1, 7))[:4].tolist()
+            order = rng.permutation(np.arange(1, 5)).tolist()
             num_new = rng.integers(0, 7, 4).tolist()
             before = state
             state, granted = hold(before, order, num_new)
@@ -383,7 +369,7 @@ class TestSeatAndRelease:
 
     def test_releasing_empty_rows_changes_nothing(self):
         state = let_go(three_rows(2), 1, 2)
-        assert_same_bits(let_go(state, 1, 2, 5), state)
+        assert_same_bits(let_go(state, 1, 2, 4), state)
 
 
 def without_null(state):

@@ -298,6 +298,7 @@ EOS, STOP, OTHER = 2, 7, 5
         (EOS, 5, 6, EOS, RUNNING),  # too short to stop
         (STOP, 5, 6, EOS, RUNNING),
         (EOS, 6, 6, EOS, STOP_EOS),
+        (EOS, 10, 12, EOS, STOP_LENGTH),  # too short to stop, but there is no room for more
     ],
 )
 def test_why_a_row_stops(token, num_tokens, min_len, eos_id, reason):
