@@ -1,8 +1,7 @@
 """How many blocks the pool gets, and how many requests that serves: vLLM's arithmetic."""
 
 import os
-
-import jax
+from typing import Any
 
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
@@ -26,19 +25,18 @@ def block_bytes(config: EngineConfig, model: ModelConfig, dtype: str) -> int:
     return one_layer * model.num_layers
 
 
-def choose_num_blocks(
-    config: EngineConfig, model: ModelConfig, dtype: str, device: jax.Device
-) -> int:
-    """N, the null block included.
+def choose_num_blocks(config: EngineConfig, model: ModelConfig, dtype: str, device: Any) -> int:
+    """N, the null block included, for a `jax.Device`.
 
-    Raises ConfigError if not even one request of max_model_len tokens fits: the bytes needed and
+    An override is taken as it is: requests that do not fit are refused one by one. Otherwise raises
+    ConfigError if not even one request of max_model_len tokens fits: the bytes needed and
     available, the longest context that would fit, and what to turn.
     """
     cache, M = config.cache, blocks_per_request(config)
     per_block = block_bytes(config, model, dtype)
     if cache.num_gpu_blocks_override is not None:
-        num_blocks = cache.num_gpu_blocks_override
-    elif cache.kv_cache_memory_bytes is not None:
+        return cache.num_gpu_blocks_override
+    if cache.kv_cache_memory_bytes is not None:
         num_blocks = cache.kv_cache_memory_bytes // per_block
     else:
         budget = (
@@ -72,7 +70,7 @@ def _total_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _gpu_budget(config: EngineConfig, model: ModelConfig, device: jax.Device) -> int:
+def _gpu_budget(config: EngineConfig, model: ModelConfig, device: Any) -> int:
     """What utilization leaves after the weights and one step's activations."""
     stats = device.memory_stats() or {}
     limit, in_use = stats.get("bytes_limit", 0), stats.get("bytes_in_use", 0)

@@ -54,10 +54,10 @@ class CompileClock:
         self.num_programs, self.seconds = 0, 0.0
         monitoring.register_event_duration_secs_listener(self._listen)
 
-    def _listen(self, event: str, duration: float, **_: Any) -> None:
+    def _listen(self, event: str, duration_secs: float, **_: Any) -> None:
         if event == _COMPILE_EVENT:
             self.num_programs += 1
-            self.seconds += duration
+            self.seconds += duration_secs
 
 
 compile_clock = CompileClock()
@@ -68,7 +68,8 @@ def keep_programs(folder: str | None) -> None:
 
     A folder that the program itself has given to JAX stays.
     """
-    if folder == "" or (folder is None and jax.config.jax_compilation_cache_dir):
+    given = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    if folder == "" or (folder is None and given):
         return
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     jax.config.update(

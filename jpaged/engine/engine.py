@@ -62,6 +62,7 @@ class Engine:
         self._waiting: deque[Sample] = deque()
         self._running: list[Sample] = []
         self._weights_version = self._num_failures = 0
+        self._is_closed = False
         self._renew_state()
         rows = self._live_state.rows
         self._buckets = Buckets.of(
@@ -118,6 +119,8 @@ class Engine:
 
     def abort_and_restart(self, requests: Iterable[Request]) -> None:
         """Ends requests after an interrupt or error that may have struck anywhere."""
+        if self._is_closed:
+            return
         self.restart()
         self.abort(requests)
 
@@ -148,7 +151,7 @@ class Engine:
 
     def close(self) -> None:
         """Frees the device memory: state and weights. Further use raises EngineClosedError."""
-        self._state, self._params, self._num_free = None, {}, 0
+        self._state, self._params, self._num_free, self._is_closed = None, {}, 0, True
         self._waiting.clear()
         self._running.clear()
 

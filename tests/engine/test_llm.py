@@ -1,0 +1,243 @@
+"""`LLM` as its users meet it: weights that change, memory that returns, errors that harm nobody."""
+
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged import LLM, SamplingParams
+from jpaged.engine import compiled
+from jpaged.errors import ConfigError, EngineClosedError, RequestError
+from jpaged.models.forward import dense_forward, init_params
+from tests.models.test_model_config import LLAMA
+
+CONFIG_OPTIONS = {
+    "max_model_len": 64,
+    "block_size": 8,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "num_decode_steps": 4,
+}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+PROMPTS = [[5, 9, 2], [7] * 17, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
+
+
+def tiny_params(config, seed: int):
+    params = init_params(config, jax.random.key(seed), "float32")
+    return jax.tree.map(lambda x: x * 8 if x.ndim == 2 else x, params)
+
+
+@pytest.fixture(scope="module")
+def config():
+    from jpaged.config import ModelConfig
+
+    return ModelConfig.from_hf(LLAMA)
+
+
+@pytest.fixture(scope="module")
+def llm(config):
+    with LLM(model=config, params=tiny_params(config, 0), **CONFIG_OPTIONS) as llm:
+        yield llm
+
+
+def tokens_of(outputs) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_results_come_in_input_order_with_their_prompts(llm):
+    several = [SamplingParams(temperature=0.0, max_tokens=n) for n in (12, 1, 5)]
+    outputs = llm.generate(PROMPTS, several, use_tqdm=False)
+    assert [output.prompt_token_ids for output in outputs] == PROMPTS
+    assert [len(tokens) for tokens in tokens_of(outputs)] == [12, 1, 5]
+    assert all(output.finished for output in outputs)
+    assert llm.generate([], GREEDY) == []
+
+
+def test_tokens_are_the_dense_models(llm, config):
+    params, forward = tiny_params(config, 0), dense_forward(config)
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    for output in outputs:
+        whole = output.prompt_token_ids + output.outputs[0].token_ids
+        logits = np.asarray(forward(params, jnp.array(whole, jnp.int32)))
+        best = logits.argmax(axis=1)[len(output.prompt_token_ids) - 1 : -1]
+        assert output.outputs[0].token_ids == best.tolist()
+
+
+def test_logprobs_of_sampled_tokens_are_the_dense_models(llm, config):
+    forward = dense_forward(config)
+    params = SamplingParams(temperature=0.8, top_k=20, seed=3, max_tokens=6, logprobs=0, n=2)
+    (output,) = llm.generate([PROMPTS[1]], params, use_tqdm=False)
+    for completion in output.outputs:
+        whole = jnp.array(PROMPTS[1] + completion.token_ids, jnp.int32)
+        logits = forward(tiny_params(config, 0), whole)[len(PROMPTS[1]) - 1 : -1]
+        wanted = jax.nn.log_softmax(logits)[jnp.arange(6), jnp.array(completion.token_ids)]
+        got = [next(iter(entry.values())).logprob for entry in completion.logprobs]
+        np.testing.assert_allclose(got, wanted, atol=1e-4)
+        np.testing.assert_allclose(completion.cumulative_logprob, sum(got), rtol=1e-6)
+
+
+def test_a_second_identical_run_compiles_nothing(llm):
+    llm.reset_prefix_cache()
+    llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    llm.reset_prefix_cache()
+    programs = compiled.compile_clock.num_programs
+    llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert compiled.compile_clock.num_programs == programs
+
+
+def test_new_weights_give_a_fresh_engines_tokens_and_compile_nothing(llm, config):
+    llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    programs = compiled.compile_clock.num_programs
+    llm.update_params(tiny_params(config, 1))
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert compiled.compile_clock.num_programs == programs
+    assert [output.num_cached_tokens for output in outputs] == [0, 0, 0]
+    with LLM(model=config, params=tiny_params(config, 1), **CONFIG_OPTIONS) as fresh:
+        assert tokens_of(outputs) == tokens_of(fresh.generate(PROMPTS, GREEDY, use_tqdm=False))
+    llm.update_params(tiny_params(config, 0))
+
+
+def test_the_owner_of_the_params_may_donate_them(config):
+    params = tiny_params(config, 0)
+    with LLM(model=config, params=params, **CONFIG_OPTIONS) as llm:
+        before = tokens_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+        jax.tree.map(lambda x: x.delete(), params)
+        llm.reset_prefix_cache()
+        assert tokens_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == before
+
+
+def test_a_tree_of_another_model_is_refused(llm, config):
+    params = tiny_params(config, 0)
+    wrong = {**params, "model": {**params["model"], "norm": {"weight": jnp.ones(3)}}}
+    with pytest.raises(ConfigError, match=r"norm.*shape \(3,\)"):
+        llm.update_params(wrong)
+    with pytest.raises(ConfigError, match="missing"):
+        llm.update_params({"model": params["model"]["norm"]})
+    assert len(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == 3
+
+
+def test_a_bad_request_stops_its_batch_before_any_work_and_no_other(llm):
+    free = llm.engine.num_free_blocks
+    with pytest.raises(RequestError, match=r"prompt 1: .*empty"):
+        llm.generate([PROMPTS[0], []], GREEDY)
+    with pytest.raises(RequestError, match="prompt 0"):
+        llm.generate("text", GREEDY)
+    assert not llm.engine.has_unfinished
+    assert llm.engine.num_free_blocks == free
+    assert len(tokens_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False))) == 3
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_interrupt_anywhere_leaves_a_usable_engine(llm, monkeypatch, error):
+    wanted = tokens_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+    for name in ("run_step", "run_window", "admit", "release"):
+        real = getattr(compiled, name)
+
+        def interrupted(*args, real=real, **kwargs):
+            real(*args, **kwargs)  # the state is given away and its successor lost
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(compiled, name, interrupted)
+            with pytest.raises(error):
+                llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert not llm.engine.has_unfinished
+        assert tokens_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == wanted
+
+
+def test_closing_gives_the_memory_back(config):
+    params = tiny_params(config, 0)
+    gc.collect()
+    before = len(jax.live_arrays())
+    with LLM(model=config, params=params, **CONFIG_OPTIONS) as llm:
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert len(jax.live_arrays()) > before
+    gc.collect()
+    assert len(jax.live_arrays()) == before
+    with pytest.raises(EngineClosedError):
+        llm.generate(PROMPTS, GREEDY)
+
+
+def test_a_model_is_a_path_or_a_config_with_params(config, tmp_path):
+    with pytest.raises(ConfigError, match="give a path"):
+        LLM(model=config)
+    with pytest.raises(ConfigError, match="give a path"):
+        LLM(model=str(tmp_path), params={})
+    with pytest.raises(ConfigError, match="unknown option 'max_len'"):
+        LLM(model=config, params={}, max_len=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_model_len": 10**6}, "exceeds the"),
+        ({"block_size": 0}, "block_size"),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 8}, "below max_num_seqs"),
+        ({"kv_cache_memory_bytes": 1000}, "needs .* GiB"),
+        ({"gpu_memory_utilization": 0.0}, "above 0"),
+        ({"dtype": "int3"}, "int3"),
+        ({"implementation": "magic"}, "magic"),
+        ({"num_decode_steps": 0}, "num_decode_steps"),
+        ({"seed": True}, "seed"),
+    ],
+)
+def test_contradictory_options_say_what_to_turn(config, options, words):
+    with pytest.raises((ConfigError, ValueError), match=words):
+        LLM(model=config, params=tiny_params(config, 0), **(CONFIG_OPTIONS | options))
+
+
+def test_start_up_tells_the_capacity(config, caplog):
+    caplog.set_level("INFO", logger="jpaged")
+    options = CONFIG_OPTIONS | {"num_gpu_blocks_override": 20}
+    with LLM(model=config, params=tiny_params(config, 0), **options):
+        pass
+    assert "KV cache size: 160 tokens" in caplog.text
+    assert "Maximum concurrency for 64 tokens per request: 2.50x" in caplog.text
+    assert "Model loading took" in caplog.text
+
+
+def deterministic_runs(config, dtype: str, *, deterministic: bool) -> list[tuple]:
+    """Tokens and log-probabilities of one request: alone, in crowds, chunked, preempted."""
+    wide = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "max_model_len": 64, "block_size": 8}
+    chunked = wide | {"max_num_batched_tokens": 16, "num_decode_steps": 1}
+    preempted = chunked | {"num_gpu_blocks_override": 24}
+    greedy = SamplingParams(temperature=0.0, max_tokens=20, logprobs=0)
+    rng = np.random.default_rng(0)
+    crowd = [rng.integers(0, 100, n).tolist() for n in rng.integers(1, 40, 11)]
+    found = []
+    for options, prompts in (
+        (wide, [PROMPTS[1]]),
+        (wide, [*crowd, PROMPTS[1]]),
+        (wide, [PROMPTS[1], *crowd[::-1]]),
+        (chunked, [*crowd[:4], PROMPTS[1], *crowd[4:]]),
+        (preempted, [*crowd[:2], PROMPTS[1], *crowd[2:]]),
+    ):
+        with LLM(
+            model=config,
+            params=tiny_params(config, 0),
+            dtype=dtype,
+            deterministic=deterministic,
+            **options,
+        ) as llm:
+            outputs = llm.generate(prompts, greedy, use_tqdm=False)
+            if options is preempted:
+                assert llm.stats.num_preemptions > 0
+        (mine,) = (o.outputs[0] for o in outputs if o.prompt_token_ids == PROMPTS[1])
+        found.append((tuple(mine.token_ids), mine.cumulative_logprob))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_deterministic_mode_gives_the_same_bits_in_any_company(config, dtype):
+    found = deterministic_runs(config, dtype, deterministic=True)
+    assert len(set(found)) == 1, found
+
+
+@pytest.mark.slow
+def test_without_the_mode_bits_do_differ(config):
+    """The control: cumulative log-probabilities show what the mode takes away."""
+    found = deterministic_runs(config, "float32", deterministic=False)
+    assert len(set(found)) > 1, found
