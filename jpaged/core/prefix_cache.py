@@ -10,6 +10,7 @@ XOR is linear, hence hash values are safe only while unseen: they are never logg
 from dataclasses import replace
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.random import threefry_2x32
 
@@ -49,8 +50,16 @@ def hash_root(
 
 
 def running_xor(hashes: UInt32[Array, "*shape 4"]) -> UInt32[Array, "*shape 4"]:
-    """Prefix XOR along the last axis but one."""
-    return lax.associative_scan(jnp.bitwise_xor, hashes, axis=hashes.ndim - 2)
+    """Prefix XOR along the last axis but one.
+
+    Windows that reach back to the start, as in `cumsum`: XLA splits them, and they compile in a
+    quarter of the time of an associative scan.
+    """
+    ones = (1,) * hashes.ndim
+    length = hashes.shape[-2]
+    window = (*ones[:-2], length, 1)
+    padding = [(0, 0)] * (hashes.ndim - 2) + [(length - 1, 0), (0, 0)]
+    return lax.reduce_window(hashes, np.uint32(0), lax.bitwise_xor, window, ones, padding)
 
 
 def match_prefix(
