@@ -35,6 +35,8 @@ def __getattr__(name: str) -> Any:
     """Imports a public name when it is first asked for: `import jpaged` alone stays quick."""
     import importlib
 
+    if name == "functional":
+        return importlib.import_module("jpaged.functional")
     if name in _WHERE:
         return getattr(importlib.import_module(_WHERE[name]), name)
     raise AttributeError(f"module 'jpaged' has no attribute {name!r}")

@@ -1,0 +1,217 @@
+"""jpaged as pure functions, for programs with a `jit` of their own: see docs/functional.md.
+
+Everything here works inside the caller's `jit` and `lax.scan`, with donation or without. The engine
+is one immutable value, `EngineState`; functions take it and give the next one.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from jpaged.core import functional as core
+from jpaged.core import state as core_state
+from jpaged.core.batch import Forward
+from jpaged.core.functional import (
+    STATUS_NOT_SEATED,
+    Generation,
+    Sampling,
+    blocks_per_prompt,
+    make_admissions,
+    new_weights,
+    step_inputs,
+)
+from jpaged.core.rows import Admissions, admit, fork, release
+from jpaged.core.sampling import RUNNING, STOP_EOS, STOP_LENGTH, STOP_TOKEN, seed_key
+from jpaged.core.state import EngineState, check_invariants
+from jpaged.core.step import (
+    STATUS_BAD_NUMBERS,
+    STATUS_NO_BLOCKS,
+    STATUS_OK,
+    STOP_ERROR,
+    StepInputs,
+    StepOutput,
+    decode_window,
+    step,
+)
+from jpaged.errors import ConfigError
+from jpaged.model_config import ModelConfig
+from jpaged.models.forward import dense_forward, init_params, make_forward
+from jpaged.models.prepare import prepare
+from jpaged.models.registry import abstract_params
+from jpaged.ops.kv_cache import init_layer_kv
+from jpaged.typing import Array, Int, Params, UInt32
+
+__all__ = [
+    "RUNNING",
+    "STATUS_BAD_NUMBERS",
+    "STATUS_NOT_SEATED",
+    "STATUS_NO_BLOCKS",
+    "STATUS_OK",
+    "STOP_EOS",
+    "STOP_ERROR",
+    "STOP_LENGTH",
+    "STOP_TOKEN",
+    "Admissions",
+    "EngineState",
+    "Forward",
+    "Generation",
+    "ModelConfig",
+    "Sampling",
+    "StepInputs",
+    "StepOutput",
+    "abstract_params",
+    "admit",
+    "blocks_per_prompt",
+    "check_invariants",
+    "decode_window",
+    "dense_forward",
+    "fork",
+    "generate",
+    "init_params",
+    "init_state",
+    "make_admissions",
+    "make_forward",
+    "new_weights",
+    "prepare",
+    "release",
+    "request_root",
+    "seed_key",
+    "step",
+    "step_inputs",
+]
+
+
+def init_state(
+    config: ModelConfig,
+    *,
+    num_rows: int,
+    max_model_len: int,
+    key: jax.Array,
+    dtype: DTypeLike | None = None,
+    block_size: int = 16,
+    num_blocks: int | None = None,
+    num_stop_ids: int = 16,
+) -> EngineState:
+    """An empty engine for a model.
+
+    num_rows: sequences it holds at once. max_model_len: tokens of each, prompt and output together.
+    key: of `jax.random`; makes the prefix cache's hashes unpredictable.
+    dtype: of the KV cache; the config's if None.
+    num_blocks: the null block included; None: enough for all rows at full length.
+
+    Raises ConfigError if a size is not positive or the model has fewer positions.
+    """
+    sizes = {"num_rows": num_rows, "max_model_len": max_model_len, "block_size": block_size}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ConfigError(f"{name}={size} must be at least 1")
+    if max_model_len > config.max_position:
+        raise ConfigError(
+            f"max_model_len={max_model_len} exceeds the model's {config.max_position} positions"
+        )
+    M = -(-max_model_len // block_size)
+    N = num_rows * M + 1 if num_blocks is None else num_blocks
+    if N < 2:
+        raise ConfigError(f"num_blocks={N} must be at least 2: the first is the null block")
+    name = jnp.dtype(config.dtype if dtype is None else dtype).name
+    is_cpu = jax.default_backend() == "cpu"
+    shape = (N, block_size, config.num_kv_heads, config.head_dim)
+    return core_state.init_state(
+        tuple(init_layer_kv(*shape, name, is_cpu) for _ in config.layers),
+        num_rows=num_rows,
+        max_blocks_per_row=M,
+        hash_key=jax.random.bits(key, (4,), jnp.uint32),
+        num_stop_ids=num_stop_ids,
+    )
+
+
+def generate(
+    params: Params,
+    prompts: ArrayLike,
+    prompt_lens: ArrayLike,
+    keys: ArrayLike,
+    *,
+    config: ModelConfig,
+    max_new_tokens: int,
+    sampling: Sampling = Sampling(),  # noqa: B008 - immutable
+    n: int = 1,
+    state: EngineState | None = None,
+    is_prepared: bool = False,
+    dtype: DTypeLike | None = None,
+    deterministic: bool = False,
+    num_blocks: int | None = None,
+    block_size: int = 16,
+    num_prefill_tokens: int = 1024,
+    num_decode_steps: int = 8,
+    pad_id: int = 0,
+) -> Generation:
+    """Completes A prompts with n samples each: `jpaged.core.functional.generate` for a model.
+
+    params: the canonical tree, prepared for serving in the same program; or, with `is_prepared`,
+        what `prepare` made of it.
+    prompts: i32[A P] ids in the vocabulary, padded on the right. prompt_lens: i32[A], 1 to P.
+    keys: A keys of `jax.random`, or u32[A 2] of `seed_key`s: the same as `SamplingParams(seed=)`.
+    state: None makes one for this call alone, of `num_blocks` blocks of `block_size`. If given, it
+        is used as it is, prefix cache included: call `new_weights` on it when `params` change.
+    dtype: of weights, KV and activations; None takes the dtype that `params` have.
+    deterministic: a row has the same bits among any others, at some cost.
+
+    Raises ValueError when traced: a tree of another model, or shapes that do not fit each other or
+    the state.
+    """
+    prompts, prompt_lens = (jnp.asarray(x, jnp.int32) for x in (prompts, prompt_lens))
+    keys = jnp.asarray(keys)
+    own_dtype = params["model"]["embed_tokens"]["weight"].dtype
+    run_dtype: DTypeLike = own_dtype if dtype is None else dtype
+    if not is_prepared:
+        _check_canonical(params, config)
+        params = prepare(params, config, run_dtype)
+    if state is None:
+        state = init_state(
+            config,
+            num_rows=max(prompts.shape[0] * n, 1),
+            max_model_len=prompts.shape[1] + max_new_tokens,
+            # Prompts of one call are seated together: none can find another's blocks.
+            key=jax.random.key(0),
+            dtype=run_dtype,
+            block_size=block_size,
+            num_blocks=num_blocks,
+        )
+    return core.generate(
+        params,
+        state,
+        prompts,
+        prompt_lens,
+        keys,
+        forward=make_forward(config, deterministic=deterministic),
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        n=n,
+        request_root=request_root(config, prompt_lens),
+        num_prefill_tokens=num_prefill_tokens,
+        num_decode_steps=num_decode_steps,
+        pad_id=pad_id,
+    )
+
+
+def _check_canonical(params: Params, config: ModelConfig) -> None:
+    """Tells a foreign tree by its names; shapes are told apart by the products."""
+    names, expected = (
+        {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)}
+        for tree in (params, abstract_params(config, "float32"))
+    )
+    if names != expected:
+        raise ConfigError(
+            f"params are not the canonical tree of this model: missing "
+            f"{sorted(expected - names)[:3]}, unknown {sorted(names - expected)[:3]}; "
+            "for what `prepare` returned, say is_prepared=True"
+        )
+
+
+def request_root(config: ModelConfig, prompt_lens: Int[Array, " A"]) -> UInt32[Array, "A 4"]:
+    """For `make_admissions`: the prompt's length, where rope and hence KV depend on it."""
+    root = jnp.zeros((prompt_lens.shape[0], 4), jnp.uint32)
+    start = config.dynamic_rope_start
+    if start is None:
+        return root
+    return root.at[:, 0].set(jnp.where(prompt_lens > start, prompt_lens, 0).astype(jnp.uint32))
