@@ -203,9 +203,14 @@ def test_a_scan_over_weights_with_a_donated_state():
         )
         return result.state, (result.token_ids, result.num_cached)
 
+    state = make_state(num_blocks=20_000)
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *versions)
     scan = jax.jit(lambda state, params: jax.lax.scan(one, state, params), donate_argnums=0)
-    state = make_state()
-    last, (token_ids, num_cached) = scan(state, jax.tree.map(lambda *x: jnp.stack(x), *versions))
+    compiled = scan.lower(state, stacked).compile()
+    kv_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state.kv))
+    assert compiled.memory_analysis().temp_size_in_bytes < kv_bytes / 4  # no second cache
+
+    last, (token_ids, num_cached) = compiled(state, stacked)
     F.check_invariants(last)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.kv))
     for got, params in zip(token_ids, versions, strict=True):
@@ -228,6 +233,18 @@ def test_without_a_state_and_with_prepared_weights():
     np.testing.assert_array_equal(result.token_ids, run().token_ids[::NUM_SAMPLES, :1])
     assert result.lengths.tolist() == [1, 1, 1]
     assert result.finish_reason.tolist() == [F.STOP_LENGTH] * 3
+
+
+def test_vmap_over_weights():
+    """As over members of an ensemble: each with a state of its own."""
+    versions = [make_params(seed) for seed in range(2)]
+
+    def draw(params):
+        return generate(params, sampling=as_arrays(RANDOM), max_new_tokens=4, n=1).token_ids
+
+    token_ids = jax.jit(jax.vmap(draw))(jax.tree.map(lambda *x: jnp.stack(x), *versions))
+    for got, params in zip(token_ids, versions, strict=True):
+        np.testing.assert_array_equal(got, run(RANDOM, params=params).token_ids[::2, :4])
 
 
 class ByHand:
