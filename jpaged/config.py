@@ -35,7 +35,7 @@ class CacheConfig:
     num_gpu_blocks_override: int | None = None
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.92
-    cpu_memory_share: float = 0.1
+    cpu_memory_share: float = 0.05
 
     def __post_init__(self) -> None:
         _check_range("block_size", self.block_size, 1, 256)

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 from jax import monitoring
 
 from jpaged.core import block_pool, rows, step
-from jpaged.core.state import EngineState
+from jpaged.core.state import EngineState, init_state
 from jpaged.model_config import ModelConfig
 from jpaged.models.prepare import prepare
-from jpaged.typing import Array, Int, Params
+from jpaged.ops.kv_cache import init_layer_kv
+from jpaged.typing import Array, Int, Params, UInt32
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -38,11 +39,46 @@ def _release(state: EngineState, row_ids: Int[Array, " A"]) -> tuple[EngineState
     return state, block_pool.num_free(state.pool)
 
 
+def _empty_state(
+    hash_key: UInt32[Array, " 4"],
+    *,
+    model: ModelConfig,
+    dtype: str,
+    num_rows: int,
+    num_blocks: int,
+    block_size: int,
+    max_blocks_per_row: int,
+    num_stop_ids: int,
+    is_cpu: bool,
+) -> EngineState:
+    K, C = model.num_kv_heads, model.head_dim
+    return init_state(
+        tuple(init_layer_kv(num_blocks, block_size, K, C, dtype, is_cpu) for _ in model.layers),
+        num_rows=num_rows,
+        max_blocks_per_row=max_blocks_per_row,
+        hash_key=hash_key,
+        num_stop_ids=num_stop_ids,
+    )
+
+
 def _prepare(params: Params, config: ModelConfig, dtype: str) -> Params:
     # Copies: jit would hand leaves that stay as they are through, and their owner may donate them.
     return jax.tree.map(jnp.copy, prepare(params, config, dtype))
 
 
+empty_state = jax.jit(
+    _empty_state,
+    static_argnames=(
+        "model",
+        "dtype",
+        "num_rows",
+        "num_blocks",
+        "block_size",
+        "max_blocks_per_row",
+        "num_stop_ids",
+        "is_cpu",
+    ),
+)
 release = jax.jit(_release, donate_argnames="state")
 prepare_params = jax.jit(_prepare, static_argnames=("config", "dtype"))
 

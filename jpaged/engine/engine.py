@@ -39,7 +39,7 @@ from jpaged.typing import Params
 
 logger = logging.getLogger(__name__)
 
-MAX_FAILURES = 3  # device errors in a row after which the engine stops trying
+MAX_FAILURES = 3  # device errors after which the engine stops trying
 
 MakeState = Callable[[], EngineState]
 
@@ -99,8 +99,8 @@ class Engine:
     def step(self) -> list[Request]:
         """Plans and runs the next dispatches. Returns the requests that finished.
 
-        Raises what the device raised if it fails MAX_FAILURES times in a row, or before any state
-        was given away; the requests then still wait.
+        Raises what the device raised if it fails MAX_FAILURES times with no window between, or
+        before any state was given away; the requests then still wait.
         """
         try:
             finished = self._step()
@@ -114,7 +114,6 @@ class Engine:
                 raise
             logger.warning("a device call failed, its rows are computed again: %s", error)
             return []
-        self._num_failures = 0
         return finished
 
     def abort_and_restart(self, requests: Iterable[Request]) -> None:
@@ -178,7 +177,10 @@ class Engine:
             self._take_prefill(prefill, read[0])
         if read[1] is not None:
             self._take_window(decoding, read[1], chosen.num_steps)
-        return self._retire()
+        finished = self._retire()
+        if not self.has_unfinished:
+            self._num_failures = 0
+        return finished
 
     def _plan(self) -> tuple[Plan, list[tuple[Sample, SeqView]]]:
         """The next plan, after the preemptions it asked for."""
@@ -322,6 +324,8 @@ class Engine:
         block_size = self.config.cache.block_size
         num_sampled = take_window(samples, output, num_steps, block_size=block_size)
         self._num_free = int(output.num_free_blocks[-1])
+        # Prefill may go well between windows that fail, so it proves nothing.
+        self._num_failures = 0
         self.stats.count_window(num_steps, num_sampled)
 
     def _retire(self) -> list[Request]:

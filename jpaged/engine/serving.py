@@ -13,14 +13,13 @@ import numpy as np
 
 from jpaged import loading
 from jpaged.config import EngineConfig, ModelConfig
-from jpaged.core.state import EngineState, init_state
+from jpaged.core.state import EngineState
 from jpaged.engine import capacity, compiled
 from jpaged.engine.engine import Engine
 from jpaged.errors import ConfigError
 from jpaged.models.forward import make_forward
 from jpaged.models.prepare import param_bytes
 from jpaged.models.registry import abstract_params
-from jpaged.ops.kv_cache import init_layer_kv
 from jpaged.typing import Params
 
 logger = logging.getLogger(__name__)
@@ -56,7 +55,18 @@ def make_engine(
     num_blocks = num_blocks or capacity.choose_num_blocks(config, model, dtype, device)
 
     def make_state() -> EngineState:
-        return empty_state(model, config, dtype, num_blocks, hash_key)
+        assert config.max_num_seqs is not None
+        return compiled.empty_state(
+            hash_key,
+            model=model,
+            dtype=dtype,
+            num_rows=config.max_num_seqs,
+            num_blocks=num_blocks,
+            block_size=config.cache.block_size,
+            max_blocks_per_row=capacity.blocks_per_request(config),
+            num_stop_ids=config.max_stop_ids,
+            is_cpu=device.platform == "cpu",
+        )
 
     forward = make_forward(model, deterministic=config.deterministic)
     engine = Engine(forward, serving, config, make_state)
@@ -110,22 +120,6 @@ def _difference(params: Params, expected: Params) -> str:
 
     missing, unknown = names(expected) - names(params), names(params) - names(expected)
     return f"missing {sorted(missing)[:3]}, unknown {sorted(unknown)[:3]}"
-
-
-def empty_state(
-    model: ModelConfig, config: EngineConfig, dtype: str, num_blocks: int, hash_key: np.ndarray
-) -> EngineState:
-    """A fresh state for a resolved config."""
-    is_cpu = jax.devices()[0].platform == "cpu"
-    S, K, C = config.cache.block_size, model.num_kv_heads, model.head_dim
-    assert config.max_num_seqs is not None
-    return init_state(
-        tuple(init_layer_kv(num_blocks, S, K, C, dtype, is_cpu) for _ in model.layers),
-        num_rows=config.max_num_seqs,
-        max_blocks_per_row=capacity.blocks_per_request(config),
-        hash_key=jnp.array(hash_key),
-        num_stop_ids=config.max_stop_ids,
-    )
 
 
 def _log_capacity(num_blocks: int, config: EngineConfig) -> None:
