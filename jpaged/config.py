@@ -99,9 +99,8 @@ class EngineConfig:
         cache_names = {field.name for field in dataclasses.fields(CacheConfig)}
         own_names = {field.name for field in dataclasses.fields(cls)} - {"cache"}
         if unknown := sorted(set(options) - cache_names - own_names):
-            raise ConfigError(
-                f"unknown option {unknown[0]!r}; there are {', '.join(sorted(cache_names | own_names))}"
-            )
+            known = ", ".join(sorted(cache_names | own_names))
+            raise ConfigError(f"unknown option {unknown[0]!r}; there are {known}")
         cache = {name: options.pop(name) for name in cache_names & set(options)}
         return cls(**options, cache=CacheConfig(**cache))
 
