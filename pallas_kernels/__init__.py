@@ -1,0 +1,1 @@
+"""Attention and matrix kernels for NVIDIA GPUs, written in Pallas. Depends on jax alone."""
