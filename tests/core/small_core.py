@@ -14,7 +14,7 @@ import numpy as np
 from jpaged.core.batch import Batch, Forward, KVCache
 from jpaged.core.block_pool import eviction_key, num_free
 from jpaged.core.rows import Admissions, admit, fork, release, reserve
-from jpaged.core.sampling import init_sampling_state, seed_key
+from jpaged.core.sampling import SamplingState, init_sampling_state, seed_key
 from jpaged.core.state import EngineState, check_invariants, init_state
 from jpaged.core.step import StepInputs, StepOutput, decode_window, step
 from tests.core.scripted import counting_forward, counting_kv, counting_params
@@ -41,6 +41,7 @@ def _logits(params, hidden):
 fragile_forward = Forward(_hidden, _logits)
 
 
+@ft.cache
 def fragile_params(nan_hidden: int = -1, nan_logits: int = -1) -> dict:
     """Tokens whose hidden state or logits are NaN; -1: none."""
     bad = {"nan_hidden": jnp.int32(nan_hidden), "nan_logits": jnp.int32(nan_logits)}
@@ -69,6 +70,7 @@ class Request:
 NOBODY = Request(0, [1])
 
 
+@ft.cache
 def fresh(
     num_blocks: int = 1 + 4 * BLOCKS_PER_ROW,
     block_size: int = BLOCK_SIZE,
@@ -83,16 +85,21 @@ def fresh(
     )
 
 
+@ft.cache
+def _greedy() -> SamplingState:
+    return init_sampling_state(WIDTH, NUM_STOP_IDS)
+
+
 def admissions(requests: list[Request], max_tokens: int) -> Admissions:
     """The requests, padded to WIDTH with the null row."""
     requests = [*requests, *[NOBODY] * (WIDTH - len(requests))]
 
-    def field(name: str, dtype) -> jax.Array:
-        return jnp.asarray(np.array([getattr(r, name) for r in requests], dtype))
+    def field(name: str, dtype) -> np.ndarray:
+        return np.array([getattr(r, name) for r in requests], dtype)
 
-    sampling = init_sampling_state(WIDTH, NUM_STOP_IDS).replace(
-        key=jnp.asarray(np.stack([seed_key(r.seed) for r in requests])),
-        stop_ids=jnp.asarray([(*r.stop_ids, -1, -1)[:NUM_STOP_IDS] for r in requests], jnp.int32),
+    sampling = _greedy().replace(
+        key=np.stack([seed_key(r.seed) for r in requests]),
+        stop_ids=np.array([(*r.stop_ids, -1, -1)[:NUM_STOP_IDS] for r in requests], np.int32),
         **{name: field(name, np.float32) for name in ("temperature", "top_p")},
         **{name: field(name, np.int32) for name in ("top_k", "eos_id", "min_len", "max_len")},
     )
@@ -100,9 +107,9 @@ def admissions(requests: list[Request], max_tokens: int) -> Admissions:
     prompt_lens = [len(r.tokens) if r.prompt_len is None else r.prompt_len for r in requests]
     return Admissions(
         row_ids=field("row_id", np.int32),
-        token_ids=jnp.asarray(padded, jnp.int32),
-        num_tokens=jnp.asarray([len(r.tokens) for r in requests], jnp.int32),
-        prompt_len=jnp.asarray(prompt_lens, jnp.int32),
+        token_ids=np.array(padded, np.int32),
+        num_tokens=np.array([len(r.tokens) for r in requests], np.int32),
+        prompt_len=np.array(prompt_lens, np.int32),
         request_root=field("root", np.uint32),
         sample_index=field("sample_index", np.int32),
         adapter_id=field("adapter_id", np.int32),
@@ -131,9 +138,8 @@ def check(state: EngineState) -> EngineState:
     return state
 
 
-def _padded(values, fill: int = 0) -> jax.Array:
-    values = list(values)
-    return jnp.asarray(values + [fill] * (WIDTH - len(values)), jnp.int32)
+def _padded(values: list[int]) -> np.ndarray:
+    return np.array(values + [0] * (WIDTH - len(values)), np.int32)
 
 
 def seat(state: EngineState, *requests: Request) -> tuple[EngineState, list[int]]:
@@ -159,7 +165,7 @@ def run(
     inputs = StepInputs(
         row_ids=_padded(row_ids),
         limits=_padded(limits or [num_tokens] * WIDTH),
-        parent=jnp.asarray([*(parent or []), *own[len(parent or []) :]], jnp.int32),
+        parent=np.array([*(parent or []), *own[len(parent or []) :]], np.int32),
         sample_index=_padded(sample_index or []),
     )
     state, output = _step(
@@ -215,7 +221,7 @@ def reseat(
 
 
 def let_go(state: EngineState, *row_ids: int) -> EngineState:
-    return check(_release(state, _padded(row_ids)))
+    return check(_release(state, _padded(list(row_ids))))
 
 
 def finish(
@@ -229,11 +235,13 @@ def finish(
 
 
 def tokens_of(state: EngineState, row_id: int) -> list[int]:
-    return state.rows.token_ids[row_id, : int(state.rows.num_tokens[row_id])].tolist()
+    token_ids, num_tokens = map(np.asarray, (state.rows.token_ids, state.rows.num_tokens))
+    return token_ids[row_id, : num_tokens[row_id]].tolist()
 
 
 def blocks_of(state: EngineState, row_id: int) -> list[int]:
-    return state.rows.block_table[row_id, : int(state.rows.num_blocks[row_id])].tolist()
+    table, num_blocks = map(np.asarray, (state.rows.block_table, state.rows.num_blocks))
+    return table[row_id, : num_blocks[row_id]].tolist()
 
 
 def free_order(state: EngineState) -> list[int]:
@@ -244,17 +252,17 @@ def free_order(state: EngineState) -> list[int]:
 
 def contents(state: EngineState, row_id: int) -> dict:
     """All that a row is and holds, whichever blocks hold it."""
-    rows, S = state.rows, state.rows.block_size
-    context_len = int(rows.context_len[row_id])
-    blocks = np.asarray(rows.block_table[row_id])[: -(-context_len // S)]
-    pages = np.asarray(state.kv[0].k)[blocks].reshape(-1, 2)[:context_len]
+    state, S = jax.device_get(state), state.rows.block_size
+    context_len = state.rows.context_len[row_id]
+    blocks = state.rows.block_table[row_id, : -(-context_len // S)]
+    pages = state.kv[0].k[blocks].reshape(-1, 2)[:context_len]
     names = ("context_len", "prompt_len", "root", "prefix_hash", "sample_index", "active")
     return {
         "tokens": tokens_of(state, row_id),
         "kv": pages.tolist(),
-        "hashes": np.asarray(state.pool.block_hash)[blocks].tolist(),
-        **{name: np.asarray(getattr(rows, name)[row_id]).tolist() for name in names},
-        "sampling": [np.asarray(x[row_id]).tolist() for x in jax.tree.leaves(state.sampling)],
+        "hashes": state.pool.block_hash[blocks].tolist(),
+        **{name: getattr(state.rows, name)[row_id].tolist() for name in names},
+        "sampling": [x[row_id].tolist() for x in jax.tree.leaves(state.sampling)],
     }
 
 

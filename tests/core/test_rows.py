@@ -1,5 +1,6 @@
 """Rows: reserving blocks, copying shared ones before a write, forking, seating, letting go."""
 
+import functools as ft
 from dataclasses import replace
 
 import jax
@@ -36,6 +37,7 @@ from tests.core.small_core import (
 PROMPT = [(5 * i + i * i) % 48 for i in range(24)]
 
 
+@ft.cache
 def three_rows(num_free_blocks: int):
     """Rows 1, 2, 3, each with 10 tokens read into 3 blocks."""
     state, _ = seat(fresh(), *(Request(i, [(t + i) % 48 for t in PROMPT[:10]]) for i in (1, 2, 3)))
@@ -44,6 +46,7 @@ def three_rows(num_free_blocks: int):
     return leave_free(state, num_free_blocks)
 
 
+@ft.cache
 def sharers(num_free_blocks: int, length: int = 10, **sampling):
     """Rows 1 to 4 share the blocks of one prompt, the last of them partly filled."""
     state, _ = seat(fresh(), Request(1, PROMPT[:length], **sampling))
@@ -153,7 +156,7 @@ class TestCopyOnWrite:
         assert (granted == [1] * 4) == (num_free_blocks == 3)
         assert_writable(state, order, granted)
 
-    @pytest.mark.parametrize("seed", range(40))
+    @pytest.mark.parametrize("seed", range(25))
     def test_no_row_is_ever_let_into_a_block_of_another(self, seed):
         rng = np.random.default_rng(seed)
         lengths = rng.integers(5, 12, 2)
@@ -200,13 +203,13 @@ class TestCopyOnWrite:
 
 def assert_writable(state, row_ids, granted):
     """What a granted row is about to write is its own, and no block with a hash."""
+    rows, pool = jax.device_get((state.rows, state.pool))
     for row_id, num in zip(row_ids, granted, strict=True):
-        start = int(state.rows.context_len[row_id])
-        columns = {(start + i) // BLOCK_SIZE for i in range(num)}
-        blocks = [int(state.rows.block_table[row_id, column]) for column in sorted(columns)]
-        assert 0 not in blocks
-        assert [int(state.pool.ref_count[b]) for b in blocks] == [1] * len(blocks)
-        assert not np.any([np.asarray(state.pool.block_hash[b]) for b in blocks])
+        columns = (rows.context_len[row_id] + np.arange(num)) // BLOCK_SIZE
+        blocks = rows.block_table[row_id, np.unique(columns)]
+        assert (blocks != 0).all()
+        assert (pool.ref_count[blocks] == 1).all()
+        assert not pool.block_hash[blocks].any()
 
 
 class TestHashedTail:
@@ -352,7 +355,7 @@ class TestSeatAndRelease:
         assert seat(state, *requests)[1] == [8, 4, 0]
 
     def test_prompts_narrower_than_a_block_are_seated(self):
-        state, num_cached = admit(fresh(), admissions([Request(1, [5, 6])], 2))
+        state, num_cached = jax.jit(admit)(fresh(), admissions([Request(1, [5, 6])], 2))
         assert num_cached.tolist() == [0] * 4
         assert tokens_of(check(state), 1) == [5, 6]
 
