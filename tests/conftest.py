@@ -1,6 +1,7 @@
 """Strict mode for every test: checked shapes, strict dtypes and ranks, one compilation cache."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -29,6 +30,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
     hypothesis.settings.register_profile("jpaged", deadline=None, database=None)
     hypothesis.settings.load_profile("jpaged")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def drop_programs() -> Iterator[None]:
+    """Programs of one module are of little use to the next, and are gigabytes in the end."""
+    yield
+    import jax
+
+    jax.clear_caches()
 
 
 @pytest.fixture(scope="session")
