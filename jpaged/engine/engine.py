@@ -63,12 +63,15 @@ class Engine:
         self._running: list[Sample] = []
         self._weights_version = self._num_failures = 0
         self._is_closed = False
-        self._renew_state()
-        rows = self._live_state.rows
+        self._state: EngineState | None = None  # to be made when next needed
+        state = self._live_state
         self._buckets = Buckets.of(
-            config.max_num_seqs, config.max_num_batched_tokens, rows.token_ids.shape[1]
+            config.max_num_seqs, config.max_num_batched_tokens, state.rows.token_ids.shape[1]
         )
-        self.num_blocks = self._live_state.pool.ref_count.shape[0]
+        self.num_blocks = state.pool.ref_count.shape[0]
+        self._num_free: int | jax.Array = self.num_blocks - 1
+        self._free_rows = self._all_rows()
+        self._leaving: list[int] = []
 
     # --- what callers use ---
 
@@ -105,9 +108,10 @@ class Engine:
         try:
             finished = self._step()
         except Exception as error:
-            if not self._is_state_lost():
-                raise
+            is_state_lost = self._is_state_lost()
             self.restart()
+            if not is_state_lost:
+                raise
             self._num_failures += 1
             if self._num_failures >= MAX_FAILURES:
                 self._num_failures = 0
@@ -124,16 +128,29 @@ class Engine:
         self.abort(requests)
 
     def restart(self) -> None:
-        """Makes the device state anew. Running requests wait again, with the tokens they have."""
-        self._requeue_running()
-        self._renew_state()
+        """Gives up the device state. Running requests wait again, with the tokens they have.
+
+        A new state is made when next needed, and not here: what may take long would invite a
+        second interrupt.
+        """
+        lost, self._state = self._state, None
+        for sample in self._running:
+            sample.leave_row()
+        unfinished = [sample for sample in self._running if sample.finish_reason is None]
+        self._waiting, self._running = deque([*unfinished, *self._waiting]), []
+        self._free_rows, self._leaving = self._all_rows(), []
+        self._num_free = self.num_blocks - 1
+        # The traceback of what went wrong may hold the old pool, and there is no room for two.
+        for array in jax.tree.leaves(lost):
+            array.delete()
 
     def update_params(self, params: Params) -> None:
         """Takes new weights of the same shapes. Nothing computed with the old ones is used again:
         running requests keep their tokens and compute their KV anew."""
-        rows = [sample.row_id for sample in self._running]
-        self._requeue_running()
-        self._leaving.extend(row for row in rows if row is not None)
+        self._live_state  # noqa: B018 - raises when closed
+        for sample in self._running[::-1]:
+            self._leave(sample)
+            self._waiting.appendleft(sample)
         self._release_rows()
         self._params = params
         self._weights_version += 1
@@ -362,25 +379,17 @@ class Engine:
         self._waiting.appendleft(sample)
         self.stats.num_preemptions += 1
 
-    def _requeue_running(self) -> None:
-        for sample in self._running:
-            sample.leave_row()
-        self._waiting.extendleft(reversed(self._running))
-        self._running.clear()
-
-    def _renew_state(self) -> None:
-        self._state: EngineState | None = None  # frees the old pool first
-        version = jnp.uint32(self._weights_version)
-        state = self._state = replace(self._make_state(), weights_version=version)
-        self._num_free: int | jax.Array = state.pool.ref_count.shape[0] - 1
-        self._free_rows = list(range(1, state.rows.num_tokens.shape[0]))
-        self._leaving: list[int] = []
+    def _all_rows(self) -> list[int]:
+        return list(range(1, (self.config.max_num_seqs or 0) + 1))
 
     def _is_state_lost(self) -> bool:
         return self._state is None or any(x.is_deleted() for x in jax.tree.leaves(self._state))
 
     @property
     def _live_state(self) -> EngineState:
-        if self._state is None:
+        if self._is_closed:
             raise EngineClosedError("this engine was closed; make a new one")
+        if self._state is None:
+            version = jnp.uint32(self._weights_version)
+            self._state = replace(self._make_state(), weights_version=version)
         return self._state
