@@ -37,6 +37,8 @@ NOT_SUPPORTED_YET: dict[str, Any] = {
 }
 """Fields that so far take only the value that asks for nothing."""
 
+_SWITCHES = ("ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -111,6 +113,9 @@ class SamplingParams:
                 raise RequestError(f"not supported yet: {name} (got {value!r}); leave it out")
 
     def _judge(self) -> None:
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be True or False, got {getattr(self, name)!r}")
         _check_integer("n", self.n, 1, MAX_N)
         _check_real("temperature", self.temperature, 0.0, 2.0)
         _check_real("top_p", self.top_p, 0.0, 1.0)
@@ -139,7 +144,10 @@ class SamplingParams:
 
     def _normalize(self) -> None:
         """One spelling for each meaning: what the engine reads needs no second look."""
-        changes: dict[str, Any] = {"stop_token_ids": tuple(self.stop_token_ids or ())}
+        # NumPy's integers overflow where Python's do not.
+        integers = {name: getattr(self, name) for name in ("n", "top_k", "seed", "max_tokens")}
+        changes: dict[str, Any] = {k: int(v) for k, v in integers.items() if v is not None}
+        changes["stop_token_ids"] = tuple(map(int, self.stop_token_ids or ()))
         if self.seed == -1:
             changes["seed"] = None
         if self.top_k == -1:

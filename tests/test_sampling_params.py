@@ -46,6 +46,8 @@ def test_defaults_are_vllms():
         ("stop_token_ids", [3.0], "stop_token_ids must be an integer"),
         ("stop_token_ids", "3", "stop_token_ids must be a list"),
         ("stop_token_ids", 3, "stop_token_ids must be a list"),
+        ("ignore_eos", "no", "ignore_eos must be True or False, got 'no'"),
+        ("detokenize", 1, "detokenize must be True or False, got 1"),
         ("logprobs", 5, "not supported yet: logprobs=5"),
         ("logprobs", -2, "logprobs must be from -1"),
     ],
@@ -115,3 +117,17 @@ def test_one_spelling_for_each_meaning():
 def test_numpy_numbers_are_numbers():
     params = SamplingParams(temperature=np.float32(0.5), top_k=np.int64(3), seed=np.uint32(9))
     assert (params.temperature, params.top_k, params.seed) == (0.5, 3, 9)
+
+
+def test_numpys_integers_become_pythons():
+    """int32 would overflow when a prompt's length is added, and int64 holds no seed of 64 bits."""
+    params = SamplingParams(
+        n=np.int64(2),
+        top_k=np.int16(5),
+        seed=np.int64(-7),
+        max_tokens=np.int32(2**31 - 1),
+        stop_token_ids=[np.int32(3)],
+    )
+    values = (params.n, params.top_k, params.seed, params.max_tokens, *params.stop_token_ids)
+    assert values == (2, 5, -7, 2**31 - 1, 3)
+    assert {type(value) for value in values} == {int}

@@ -1,7 +1,8 @@
 """The front desk: judges prompts and parameters before any device work, and words the results."""
 
 import logging
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
@@ -81,15 +82,16 @@ class Intake:
     ) -> Sequence[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or self.default_params] * len(prompts)
-        if len(params) != len(prompts):
-            raise RequestError(
-                f"{len(prompts)} prompts came with {len(params)} sampling_params; "
-                "give one for all, or one each"
-            )
-        for one in params:
+        listed = list(params) if isinstance(params, Iterable) else [params]
+        for one in listed:
             if not isinstance(one, SamplingParams):
                 raise RequestError(f"sampling_params must be SamplingParams, got {one!r}")
-        return params
+        if len(listed) != len(prompts):
+            raise RequestError(
+                f"{len(prompts)} prompts came with {len(listed)} sampling_params; "
+                "give one for all, or one each"
+            )
+        return listed
 
     def _accept_one(self, prompt: Prompt, params: SamplingParams, ordinal: int) -> Request:
         text, token_ids, salt = self._read_prompt(prompt)
@@ -140,7 +142,10 @@ class Intake:
     def _encode(self, text: str) -> list[int]:
         if self._tokenizer is None:
             raise RequestError("a text needs a tokenizer, and this engine has none; give token ids")
-        return list(self._tokenizer.encode(text))
+        try:
+            return list(self._tokenizer.encode(text))
+        except TypeError:
+            raise RequestError(f"its text is no valid Unicode: {text!r:.80}") from None
 
     def _check_tokens(self, token_ids: list[int]) -> None:
         if not token_ids:
@@ -241,18 +246,26 @@ class Intake:
 def _list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"prompts must be a text, token ids, or a list of them, got {prompts!r}")
     listed: list[Any] = list(prompts)
-    if listed and all(isinstance(item, int) for item in listed):
-        return [listed]
-    return listed
+    return [listed] if listed and all(map(_is_integer, listed)) else listed
 
 
 def _check_ids(token_ids: Any) -> list[int]:
+    listed = list(token_ids) if isinstance(token_ids, Iterable) else None
+    if listed is None or not all(map(_is_integer, listed)):
+        raise RequestError(f"token ids must be a list of integers, got {token_ids!r:.80}")
+    return [operator.index(token) for token in listed]
+
+
+def _is_integer(value: Any) -> bool:
+    """Python's, NumPy's or JAX's; True and False are none."""
     try:
-        ids = [token.__index__() for token in token_ids]
-    except (TypeError, AttributeError):
-        raise RequestError(f"token ids must be integers, got {token_ids!r:.80}") from None
-    return ids
+        operator.index(value)
+    except TypeError:
+        return False
+    return not isinstance(value, bool)
 
 
 def _eos_ids(generation_config: Mapping[str, Any], tokenizer: Any) -> list[int]:

@@ -144,8 +144,10 @@ class LLM:
 
         Raises RequestError if there is no chat template, or it does not take the messages.
         """
-        is_one = bool(messages) and isinstance(messages[0], Mapping)
-        conversations = cast("Sequence[Messages]", [messages] if is_one else messages)
+        is_many = isinstance(messages, list | tuple) and not any(
+            isinstance(message, Mapping) for message in messages
+        )
+        conversations = cast("Sequence[Messages]", messages if is_many else [messages])
         return [
             self._intake.apply_chat_template(
                 conversation,

@@ -1,6 +1,8 @@
 """The whole engine with a model whose every token is known."""
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -178,6 +180,9 @@ def test_the_context_length_ends_a_request():
         ("text", RequestError, "tokenizer"),
         ({"prompt_ids": [1]}, RequestError, "unknown key"),
         ([1.5], RequestError, "integers"),
+        ([True, False], RequestError, "integers"),
+        ({"prompt_token_ids": 5}, RequestError, "integers"),
+        (None, RequestError, "integers"),
         ({"prompt_token_ids": [1], "cache_salt": ""}, RequestError, "cache_salt"),
         ({}, RequestError, "neither"),
     ],
@@ -191,6 +196,43 @@ def test_a_bad_prompt_is_refused_before_any_work(prompt, error, words):
     run(engine, requests)
     assert answers(requests) == [expected(prompt, 4) for prompt in PROMPTS[:3]]
     assert free_blocks_at_rest(engine) == 10
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        (4, 5, 6),
+        range(4, 7),
+        np.array([4, 5, 6]),
+        jnp.array([4, 5, 6]),
+        [np.int32(4), np.int64(5), 6],
+        [[4, 5, 6]],
+        [np.array([4, 5, 6])],
+        np.array([[4, 5, 6]]),
+        {"prompt_token_ids": np.array([4, 5, 6])},
+        (ids for ids in [[4, 5, 6]]),
+    ],
+    ids=str,
+)
+def test_integers_of_any_kind_are_token_ids(prompts):
+    _, intake = make_counting_engine()
+    (request,) = intake.accept(prompts, greedy(1))
+    assert request.prompt_token_ids == [4, 5, 6]
+    assert {type(token) for token in request.prompt_token_ids} == {int}
+
+
+@pytest.mark.parametrize("prompts", [None, 5])
+def test_what_is_no_prompt_at_all_is_refused(prompts):
+    _, intake = make_counting_engine()
+    with pytest.raises(RequestError, match="prompts must be a text, token ids, or a list"):
+        intake.accept(prompts, greedy(1))
+
+
+@pytest.mark.parametrize("params", [5, {"temperature": 0}, SamplingParams, [{}]])
+def test_what_is_no_sampling_params_is_refused(params):
+    _, intake = make_counting_engine()
+    with pytest.raises(RequestError, match="must be SamplingParams"):
+        intake.accept(PROMPTS[:1], params)
 
 
 def test_parameters_must_match_the_prompts():

@@ -153,6 +153,37 @@ def test_an_interrupt_anywhere_leaves_a_usable_engine(llm, monkeypatch, error, n
         assert tokens_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == wanted
 
 
+class ChatTokenizer:
+    """Letters are tokens from 10 on; texts get BOS (1) in front, and the template writes it too."""
+
+    chat_template = "given"
+    eos_token_id = 2
+
+    def apply_chat_template(self, messages, *, tokenize, add_generation_prompt, **_):
+        text = "<" + "".join(message["content"] for message in messages)
+        return text + "a" * add_generation_prompt
+
+    def encode(self, text, *, add_special_tokens=True):
+        ids = [1 if letter == "<" else ord(letter) - ord("a") + 10 for letter in text]
+        return [1] * add_special_tokens + ids
+
+    def decode(self, token_ids, *, skip_special_tokens):
+        return "".join(chr(token + 87) for token in token_ids)
+
+
+def test_chat_takes_one_conversation_or_many_and_begins_each_once(config):
+    one, other = ([{"role": "user", "content": text}] for text in ("bc", "d"))
+    options = CONFIG_OPTIONS | {"tokenizer": ChatTokenizer()}
+    with LLM(model=config, params=tiny_params(config, 0), **options) as llm:
+        for messages, prompts in ((one, ["<bca"]), ([one, other], ["<bca", "<da"]), ([], [])):
+            outputs = llm.chat(messages, GREEDY, use_tqdm=False)
+            assert [output.prompt for output in outputs] == prompts
+            assert all(output.prompt_token_ids.count(1) == 1 for output in outputs)
+        for messages in (None, "bc", one[0]):
+            with pytest.raises(RequestError, match="does not take these messages"):
+                llm.chat(messages, GREEDY)
+
+
 def test_closing_gives_the_memory_back(config):
     params = tiny_params(config, 0)
     gc.collect()
