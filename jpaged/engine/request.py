@@ -55,6 +55,7 @@ class Sample:
     num_blocks: int = 0
     forks: list["Sample"] = dataclasses.field(default_factory=list)  # wait for this one's prompt
     is_tail_shared: bool = False  # its partly filled block may be shared with other samples
+    has_left_a_row: bool = False  # so that the next one resumes it
 
     @property
     def token_ids(self) -> list[int]:
@@ -69,7 +70,7 @@ class Sample:
     def leave_row(self) -> None:
         """Forgets everything about the row it sat in."""
         self.row_id, self.context_len, self.num_blocks = None, 0, 0
-        self.is_tail_shared = False
+        self.is_tail_shared, self.has_left_a_row = False, True
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends the sample."""

@@ -29,7 +29,7 @@ class EngineStats:
 
     def count_admission(self, sample: Sample, num_cached: int) -> None:
         """A sample took a row; `num_cached` of its tokens had their KV in the cache."""
-        if sample.output_ids:
+        if sample.has_left_a_row:
             self.num_resumed_queries += sample.num_tokens
             self.num_resumed_hits += num_cached
             return

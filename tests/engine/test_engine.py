@@ -56,6 +56,19 @@ def test_a_small_pool_preempts_and_the_counter_tells():
     assert engine.stats.num_resumed_hits > 0
 
 
+def test_a_prompt_interrupted_half_way_is_looked_up_once():
+    engine, intake = make_counting_engine()
+    (request,) = intake.accept([PROMPTS[5]], greedy(2))
+    engine.add(request)
+    engine.step()
+    assert not request.samples[0].output_ids
+    engine.update_params(counting_params())
+    while engine.has_unfinished:
+        engine.step()
+    assert engine.stats.num_cache_queries == len(PROMPTS[5])
+    assert engine.stats.num_resumed_queries == len(PROMPTS[5])
+
+
 def seeded(seed: int, n: int = 1) -> SamplingParams:
     return SamplingParams(temperature=1.0, top_k=20, top_p=0.9, seed=seed, max_tokens=12, n=n)
 
