@@ -225,7 +225,7 @@ def test_a_bad_prompt_is_refused_before_any_work(prompt, error, words):
         {"prompt_token_ids": np.array([4, 5, 6])},
         (ids for ids in [[4, 5, 6]]),
     ],
-    ids=str,
+    ids=lambda prompts: type(prompts).__name__,
 )
 def test_integers_of_any_kind_are_token_ids(prompts):
     _, intake = make_counting_engine()
