@@ -10,7 +10,14 @@ from collections.abc import Callable, Container
 from typing import Any, Literal, NamedTuple
 
 from jpaged.errors import ConfigError, UnsupportedModelError
-from jpaged.rope_config import HFConfig, RopeConfig, read_rope, require_int, require_number
+from jpaged.rope_config import (
+    HFConfig,
+    RopeConfig,
+    read_rope,
+    require_int,
+    require_number,
+    scaled_max_position,
+)
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -46,7 +53,7 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    max_position: int
+    max_position: int  # the longest context, rope scaling included
     layers: tuple[LayerConfig, ...]
     dtype: str  # the checkpoint's: float32, bfloat16, float16
     rms_norm_eps: float
@@ -153,7 +160,7 @@ def _common(hf: HFConfig) -> dict[str, Any]:
         "num_heads": num_heads,
         "num_kv_heads": num_heads if (n := hf.get("num_key_value_heads")) is None else n,
         "head_dim": head_dim,
-        "max_position": require_int(hf, "max_position_embeddings"),
+        "max_position": scaled_max_position(hf, head_dim),
         "dtype": _dtype(hf),
         "rms_norm_eps": require_number(hf, "rms_norm_eps"),
         "activation": _activation(hf),
@@ -284,7 +291,9 @@ def _gemma2(hf: HFConfig) -> dict[str, Any]:
 def _gemma3(hf: HFConfig) -> dict[str, Any]:
     # Transformers carries attn_logit_softcapping over from Gemma 2, and no Gemma 3 applies it.
     period = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or 6
-    return {**_gemma(hf, period), "qk_norm": True}
+    # Its max_position_embeddings is the context that scaling has already stretched.
+    max_position = require_int(hf, "max_position_embeddings")
+    return {**_gemma(hf, period), "qk_norm": True, "max_position": max_position}
 
 
 class _Family(NamedTuple):

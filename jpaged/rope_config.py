@@ -82,6 +82,19 @@ def read_rope(hf: HFConfig, layer_type: str, head_dim: int) -> RopeConfig:
     )
 
 
+def scaled_max_position(hf: HFConfig, head_dim: int) -> int:
+    """The longest context that the rope of full attention is scaled for, as vLLM reads it.
+
+    Linear and dynamic scaling stretch the config's own context, yarn the one it names as original;
+    with llama3 the config's own is the stretched one.
+    """
+    own = require_int(hf, "max_position_embeddings")
+    rope = read_rope(hf, "full_attention", head_dim)
+    if rope.kind in ("linear", "dynamic"):
+        return int(own * rope.factor)
+    return max(own, int(rope.original_max_position * rope.factor)) if rope.kind == "yarn" else own
+
+
 def _rope_scaling(hf: HFConfig, layer_type: str) -> dict[str, Any]:
     """The rope settings of a layer type in transformers 5's names, whichever style they came in."""
     is_local = layer_type == "sliding_attention" and hf.get("rope_local_base_freq") is not None

@@ -124,6 +124,26 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
 @pytest.mark.parametrize(
+    ("scaling", "longest"),
+    [
+        (None, 256),
+        ({"rope_type": "linear", "factor": 2.0}, 512),
+        ({"rope_type": "dynamic", "factor": 2.5}, 640),
+        (YARN, 256),
+        (YARN | {"original_max_position_embeddings": 256}, 1024),
+        (YARN | {"type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}, 256),
+    ],
+)
+def test_the_longest_context_is_the_one_that_scaling_reaches(scaling, longest: int):
+    assert ModelConfig.from_hf({**LLAMA, "rope_scaling": scaling}).max_position == longest
+
+
+def test_gemma3_names_the_context_that_scaling_has_stretched():
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    assert ModelConfig.from_hf({**GEMMA3, "rope_scaling": scaling}).max_position == 256
+
+
+@pytest.mark.parametrize(
     ("settings", "expected"),
     [
         ({}, {"theta": 10_000.0}),
