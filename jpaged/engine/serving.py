@@ -119,6 +119,8 @@ def _difference(params: Params, expected: Params) -> str:
         return {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)}
 
     missing, unknown = names(expected) - names(params), names(params) - names(expected)
+    if not (missing or unknown):
+        return "its names are right, its containers are not; give nested dicts of arrays"
     return f"missing {sorted(missing)[:3]}, unknown {sorted(unknown)[:3]}"
 
 

@@ -1,6 +1,7 @@
 """`LLM` as its users meet it: weights that change, memory that returns, errors that harm nobody."""
 
 import gc
+from collections import OrderedDict
 
 import jax
 import jax.numpy as jnp
@@ -115,6 +116,8 @@ def test_a_tree_of_another_model_is_refused(llm, config):
         llm.update_params(wrong)
     with pytest.raises(ConfigError, match="missing"):
         llm.update_params({"model": params["model"]["norm"]})
+    with pytest.raises(ConfigError, match="nested dicts"):
+        llm.update_params(OrderedDict(params))
     assert len(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == 3
 
 
