@@ -14,7 +14,24 @@ _GIB = 2**30
 def blocks_per_request(config: EngineConfig) -> int:
     """M: blocks that hold one request of max_model_len tokens."""
     assert config.max_model_len is not None
-    return -(-config.max_model_len // config.cache.block_size)
+    return _ceil(config.max_model_len, config.cache.block_size)
+
+
+def max_blocks_per_request(config: EngineConfig, model: ModelConfig) -> int:
+    """Most blocks that a request of max_model_len tokens holds at a time, vLLM's formula.
+
+    All of M, unless every layer has a window: then blocks behind the widest one are given back, and
+    what is left is the window before a step's first token, and the tokens of the largest step.
+    One window of decoding steps is such a step too.
+    """
+    M = blocks_per_request(config)
+    windows = [layer.window for layer in model.layers if layer.window is not None]
+    if len(windows) < model.num_layers:
+        return M
+    assert config.max_num_batched_tokens is not None
+    num_new = max(config.max_num_batched_tokens, config.num_decode_steps)
+    # One more: the span may begin anywhere in its first block.
+    return min(M, _ceil(max(windows) - 1 + num_new, config.cache.block_size) + 1)
 
 
 def block_bytes(config: EngineConfig, model: ModelConfig, dtype: str) -> int:
@@ -32,7 +49,7 @@ def choose_num_blocks(config: EngineConfig, model: ModelConfig, dtype: str, devi
     ConfigError if not even one request of max_model_len tokens fits: the bytes needed and
     available, the longest context that would fit, and what to turn.
     """
-    cache, M = config.cache, blocks_per_request(config)
+    cache, most = config.cache, max_blocks_per_request(config, model)
     per_block = block_bytes(config, model, dtype)
     if cache.num_gpu_blocks_override is not None:
         return cache.num_gpu_blocks_override
@@ -43,23 +60,29 @@ def choose_num_blocks(config: EngineConfig, model: ModelConfig, dtype: str, devi
             _cpu_budget(config) if device.platform == "cpu" else _gpu_budget(config, model, device)
         )
         assert config.max_num_seqs is not None
-        num_blocks = min(budget // per_block, config.max_num_seqs * M + 1)
-        if device.platform == "cpu" and num_blocks < M + 1:  # one request, if half the memory does
-            num_blocks = min(_total_memory() // 2 // per_block, M + 1)
-    if num_blocks < M + 1:
-        raise ConfigError(_too_small(config, num_blocks, per_block))
+        num_blocks = min(budget // per_block, config.max_num_seqs * most + 1)
+        if (
+            device.platform == "cpu" and num_blocks < most + 1
+        ):  # one request, if half the memory does
+            num_blocks = min(_total_memory() // 2 // per_block, most + 1)
+    if num_blocks < most + 1:
+        raise ConfigError(_too_small(config, model, num_blocks, per_block))
     return num_blocks
 
 
-def max_concurrency(num_blocks: int, config: EngineConfig) -> float:
+def max_concurrency(num_blocks: int, config: EngineConfig, model: ModelConfig) -> float:
     """Requests of max_model_len tokens that the pool holds at once, as vLLM reports it."""
-    return num_blocks / blocks_per_request(config)
+    return num_blocks / max_blocks_per_request(config, model)
 
 
-def kv_cache_tokens(num_blocks: int, config: EngineConfig) -> int:
+def kv_cache_tokens(num_blocks: int, config: EngineConfig, model: ModelConfig) -> int:
     """The pool's size in tokens, as vLLM reports it."""
     assert config.max_model_len is not None
-    return int(max_concurrency(num_blocks, config) * config.max_model_len)
+    return int(max_concurrency(num_blocks, config, model) * config.max_model_len)
+
+
+def _ceil(amount: int, unit: int) -> int:
+    return -(-amount // unit)
 
 
 def _cpu_budget(config: EngineConfig) -> int:
@@ -80,9 +103,9 @@ def _gpu_budget(config: EngineConfig, model: ModelConfig, device: Any) -> int:
     return int(limit * config.cache.gpu_memory_utilization) - in_use - activations
 
 
-def _too_small(config: EngineConfig, num_blocks: int, per_block: int) -> str:
+def _too_small(config: EngineConfig, model: ModelConfig, num_blocks: int, per_block: int) -> str:
     longest = max(num_blocks - 1, 0) * config.cache.block_size
-    needed = (blocks_per_request(config) + 1) * per_block / _GIB
+    needed = (max_blocks_per_request(config, model) + 1) * per_block / _GIB
     return (
         f"one request of max_model_len={config.max_model_len} tokens needs {needed:.3f} GiB of KV "
         f"cache, and the pool has {max(num_blocks, 0) * per_block / _GIB:.3f} GiB ({num_blocks} "

@@ -77,7 +77,7 @@ def make_engine(
         dtype,
         device.device_kind,
     )
-    _log_capacity(num_blocks, config)
+    _log_capacity(num_blocks, config, model)
     return engine, model, dtype
 
 
@@ -124,10 +124,11 @@ def _difference(params: Params, expected: Params) -> str:
     return f"missing {sorted(missing)[:3]}, unknown {sorted(unknown)[:3]}"
 
 
-def _log_capacity(num_blocks: int, config: EngineConfig) -> None:
-    logger.info("KV cache size: %s tokens", f"{capacity.kv_cache_tokens(num_blocks, config):,}")
+def _log_capacity(num_blocks: int, config: EngineConfig, model: ModelConfig) -> None:
+    num_tokens = capacity.kv_cache_tokens(num_blocks, config, model)
+    logger.info("KV cache size: %s tokens", f"{num_tokens:,}")
     logger.info(
         "Maximum concurrency for %s tokens per request: %.2fx",
         f"{config.max_model_len:,}",
-        capacity.max_concurrency(num_blocks, config),
+        capacity.max_concurrency(num_blocks, config, model),
     )
