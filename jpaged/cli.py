@@ -9,15 +9,26 @@ import contextlib
 import dataclasses
 import json
 import logging
-import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import jpaged
-from jpaged.config import CacheConfig, EngineConfig
+from jpaged.cli_options import (
+    BAD_INPUT,
+    ENGINE_NAMES,
+    SAMPLING_NAMES,
+    Parser,
+    add_engine_options,
+    add_prompt_options,
+    add_sampling_options,
+    given,
+    output_path,
+    positive,
+)
+from jpaged.config import EngineConfig
 from jpaged.engine.prompt_file import PromptLine, read_prompts
 from jpaged.errors import JpagedError, RequestError
 from jpaged.sampling_params import SamplingParams
@@ -27,14 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("jpaged.cli")
 
-BAD_INPUT = 2
 INTERRUPTED = 130
-
-_ENGINE_NAMES = {field.name for field in dataclasses.fields(EngineConfig)} - {"cache"} | {
-    field.name for field in dataclasses.fields(CacheConfig)
-}
-_SAMPLING_NAMES = {field.name for field in dataclasses.fields(SamplingParams)} - {"seed"}
-_FACTORS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,15 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 # --- arguments ---
 
 
-class _Parser(argparse.ArgumentParser):
-    """Tells a wrong argument in one line, and not after the usage of thirty options."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(BAD_INPUT, f"{self.prog}: {message} (see {self.prog} --help)\n")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="jpaged", description="Paged-attention LLM inference in JAX.")
+    parser = Parser(prog="jpaged", description="Paged-attention LLM inference in JAX.")
     version = f"jpaged {jpaged.__version__}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -72,9 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     generate = commands.add_parser("generate", help="complete or answer a file of prompts")
     generate.set_defaults(run=_generate)
     generate.add_argument("model", help="a Hugging Face directory or a GGUF file")
-    _add_prompt_options(generate)
-    _add_sampling_options(generate)
-    _add_engine_options(generate)
+    add_prompt_options(generate)
+    add_sampling_options(generate)
+    add_engine_options(generate)
 
     bench = commands.add_parser("bench", help="measure speed and memory")
     benches = bench.add_subparsers(required=True, metavar="WHAT")
@@ -82,120 +79,16 @@ def _parser() -> argparse.ArgumentParser:
     throughput.set_defaults(run=_bench_throughput)
     throughput.add_argument("--model", required=True, help="a Hugging Face directory or GGUF file")
     throughput.add_argument("--workload", required=True, type=Path, help="a .jsonl file")
-    throughput.add_argument("--reps", type=_positive, default=1, help="measured runs (default 1)")
-    throughput.add_argument("--limit", type=_positive, help="only the first requests")
-    throughput.add_argument("--json-out", type=_output_path, help="append the line to this file")
-    _add_engine_options(throughput)
+    throughput.add_argument("--reps", type=positive, default=1, help="measured runs (default 1)")
+    throughput.add_argument("--limit", type=positive, help="only the first requests")
+    throughput.add_argument("--json-out", type=output_path, help="append the line to this file")
+    add_engine_options(throughput)
     return parser
-
-
-def _add_prompt_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("prompts and answers")
-    group.add_argument(
-        "--prompts",
-        required=True,
-        type=Path,
-        help=".txt: a prompt on each line; .jsonl: strings, or objects with prompt, "
-        "prompt_token_ids or messages, and optionally id and sampling options",
-    )
-    group.add_argument("--out", type=_output_path, help="a .jsonl file (default: text on stdout)")
-    group.add_argument("--chat", action="store_true", help="take plain prompts as chat messages")
-    group.add_argument("--tokenizer", help="a directory or GGUF file (default: the model's)")
-    group.add_argument(
-        "--skip-tokenizer-init", action="store_true", help="no tokenizer: token ids in and out"
-    )
-    group.add_argument(
-        "--generation-config",
-        choices=("auto", "vllm"),
-        default="auto",
-        help="sampling defaults: the model's (auto), or the same for every model (vllm)",
-    )
-
-
-def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "sampling", "What is left out comes from the model's defaults; a prompt's own values win."
-    )
-    _add(group, "--temperature", float, "0 is greedy")
-    _add(group, "--top-p", float, "draw from the likeliest tokens of this share")
-    _add(group, "--top-k", int, "draw from so many likeliest tokens; 0: all")
-    _add(group, "--min-p", float, "draw from tokens this likely, relative to the likeliest")
-    _add(group, "--max-tokens", int, "most tokens of an output")
-    _add(group, "--n", int, "outputs for each prompt")
-    _add(group, "--stop-token-ids", int, "tokens that end an output", nargs="+")
-    _add(group, "--ignore-eos", None, "go on after the end of sequence", action="store_true")
-
-
-def _add_engine_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("engine", "Sizes may be written as 1k (1000) or 1K (1024).")
-    _add(group, "--dtype", str, "auto, bfloat16, float16 or float32")
-    _add(group, "--max-model-len", read_size, "most tokens of prompt and output together")
-    _add(group, "--max-num-seqs", read_size, "most sequences at a time")
-    _add(group, "--max-num-batched-tokens", read_size, "most tokens of a step")
-    _add(group, "--block-size", int, "tokens of a block of the KV cache")
-    _add(group, "--num-gpu-blocks-override", read_size, "blocks of the KV cache, on any device")
-    _add(group, "--kv-cache-memory-bytes", read_size, "size of the KV cache")
-    _add(group, "--gpu-memory-utilization", float, "share of a GPU's memory to use")
-    _add(
-        group,
-        "--enable-prefix-caching",
-        None,
-        "share the KV of equal prefixes (default)",
-        action=argparse.BooleanOptionalAction,
-    )
-    _add(group, "--seed", int, "seeds all draws")
-    _add(group, "--num-decode-steps", int, "tokens made on the device between two plans")
-    _add(group, "--deterministic", None, "the same bits in any batch", action="store_true")
-    _add(group, "--implementation", str, "of attention: auto or xla")
-    _add(group, "--compilation-cache-dir", str, "for compiled programs; '' keeps none")
-
-
-def _add(group: Any, flag: str, kind: Any, text: str, **options: Any) -> None:
-    """An option that leaves no trace where it is not given: its default is decided elsewhere."""
-    if kind is not None:
-        options |= {"type": kind, "metavar": flag.lstrip("-").split("-")[-1].upper()}
-    group.add_argument(flag, help=text, default=argparse.SUPPRESS, **options)
-
-
-def read_size(text: str) -> int:
-    """Reads 1000, 1k, 25.6k (decimal) and 1K (binary, whole numbers alone), as vLLM does."""
-    match = re.fullmatch(r"(\d+)(\.\d+)?([kmgKMG]?)", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 4096, 4k, 25.6k or 4K")
-    whole, fraction, unit = match.groups()
-    if fraction and not unit.islower():
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no size; fractions go with the decimal units k, m and g"
-        )
-    return (
-        round(float(f"{whole}{fraction}") * _FACTORS[unit])
-        if fraction
-        else (int(whole) * _FACTORS.get(unit, 1))
-    )
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {text!r}")
-    return int(text)
-
-
-def _output_path(text: str) -> Path:
-    """A path that can be written to later: told now, and not after an hour's work."""
-    path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        why = "is a directory" if path.is_dir() else f"{path.parent} is no directory"
-        raise argparse.ArgumentTypeError(f"can not write {path}: {why}")
-    return path
 
 
 def engine_options(argv: Sequence[str]) -> dict[str, Any]:
     """The engine's options among a command line's arguments, as `EngineConfig` names them."""
-    return _given(_parser().parse_args(argv), _ENGINE_NAMES)
-
-
-def _given(args: argparse.Namespace, names: set[str]) -> dict[str, Any]:
-    return {name: value for name, value in vars(args).items() if name in names}
+    return given(_parser().parse_args(argv), ENGINE_NAMES)
 
 
 # --- generate ---
@@ -203,7 +96,7 @@ def _given(args: argparse.Namespace, names: set[str]) -> dict[str, Any]:
 
 def _generate(args: argparse.Namespace, started: float) -> None:
     lines = read_prompts(args.prompts, is_chat=args.chat)
-    options, sampling = _given(args, _ENGINE_NAMES), _given(args, _SAMPLING_NAMES)
+    options, sampling = given(args, ENGINE_NAMES), given(args, SAMPLING_NAMES)
     EngineConfig.from_options(**options)
     for line in lines:
         _params_of(line, SamplingParams(), sampling)
@@ -327,7 +220,7 @@ def _write_text(
 
 def _bench_throughput(args: argparse.Namespace, started: float) -> None:
     del started
-    options = _given(args, _ENGINE_NAMES)
+    options = given(args, ENGINE_NAMES)
     EngineConfig.from_options(**options)
 
     from jpaged.bench.throughput import measure, read_workload

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import jpaged
-from jpaged import cli
+from jpaged import cli, cli_options
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "tests" / "fixtures" / "arch" / "llama_sharded"
@@ -243,7 +243,7 @@ def test_ctrl_c_is_no_traceback(write, capsys, monkeypatch):
     ],
 )
 def test_sizes_are_read_as_vllm_reads_them(text: str, size: int):
-    assert cli.read_size(text) == size
+    assert cli_options.read_size(text) == size
 
 
 def test_every_engine_option_of_the_command_line_is_one_of_the_configs():

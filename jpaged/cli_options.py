@@ -1,0 +1,139 @@
+"""The options of the command line: their names, kinds and help, and how sizes are written.
+
+Names are vLLM's where it has them. An option that is not given leaves no trace: its default is
+decided by the configuration it belongs to.
+"""
+
+import argparse
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jpaged.config import CacheConfig, EngineConfig
+from jpaged.sampling_params import SamplingParams
+
+BAD_INPUT = 2
+
+ENGINE_NAMES = {field.name for field in dataclasses.fields(EngineConfig)} - {"cache"} | {
+    field.name for field in dataclasses.fields(CacheConfig)
+}
+SAMPLING_NAMES = {field.name for field in dataclasses.fields(SamplingParams)} - {"seed"}
+_FACTORS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+class Parser(argparse.ArgumentParser):
+    """Tells a wrong argument in one line, and not after the usage of thirty options."""
+
+    def error(self, message: str) -> NoReturn:
+        """Leaves with the code of wrong input."""
+        self.exit(BAD_INPUT, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def add_prompt_options(parser: argparse.ArgumentParser) -> None:
+    """What `generate` reads and writes."""
+    group = parser.add_argument_group("prompts and answers")
+    group.add_argument(
+        "--prompts",
+        required=True,
+        type=Path,
+        help=".txt: a prompt on each line; .jsonl: strings, or objects with prompt, "
+        "prompt_token_ids or messages, and optionally id and sampling options",
+    )
+    group.add_argument("--out", type=output_path, help="a .jsonl file (default: text on stdout)")
+    group.add_argument("--chat", action="store_true", help="take plain prompts as chat messages")
+    group.add_argument("--tokenizer", help="a directory or GGUF file (default: the model's)")
+    group.add_argument(
+        "--skip-tokenizer-init", action="store_true", help="no tokenizer: token ids in and out"
+    )
+    group.add_argument(
+        "--generation-config",
+        choices=("auto", "vllm"),
+        default="auto",
+        help="sampling defaults: the model's (auto), or the same for every model (vllm)",
+    )
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """Fields of `SamplingParams`."""
+    group = parser.add_argument_group(
+        "sampling", "What is left out comes from the model's defaults; a prompt's own values win."
+    )
+    _add(group, "--temperature", float, "0 is greedy")
+    _add(group, "--top-p", float, "draw from the likeliest tokens of this share")
+    _add(group, "--top-k", int, "draw from so many likeliest tokens; 0: all")
+    _add(group, "--min-p", float, "draw from tokens this likely, relative to the likeliest")
+    _add(group, "--max-tokens", int, "most tokens of an output")
+    _add(group, "--n", int, "outputs for each prompt")
+    _add(group, "--stop-token-ids", int, "tokens that end an output", nargs="+")
+    _add(group, "--ignore-eos", None, "go on after the end of sequence", action="store_true")
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Fields of `EngineConfig` and its cache."""
+    group = parser.add_argument_group("engine", "Sizes may be written as 1k (1000) or 1K (1024).")
+    _add(group, "--dtype", str, "auto, bfloat16, float16 or float32")
+    _add(group, "--max-model-len", read_size, "most tokens of prompt and output together")
+    _add(group, "--max-num-seqs", read_size, "most sequences at a time")
+    _add(group, "--max-num-batched-tokens", read_size, "most tokens of a step")
+    _add(group, "--block-size", int, "tokens of a block of the KV cache")
+    _add(group, "--num-gpu-blocks-override", read_size, "blocks of the KV cache, on any device")
+    _add(group, "--kv-cache-memory-bytes", read_size, "size of the KV cache")
+    _add(group, "--gpu-memory-utilization", float, "share of a GPU's memory to use")
+    _add(
+        group,
+        "--enable-prefix-caching",
+        None,
+        "share the KV of equal prefixes (default)",
+        action=argparse.BooleanOptionalAction,
+    )
+    _add(group, "--seed", int, "seeds all draws")
+    _add(group, "--num-decode-steps", int, "tokens made on the device between two plans")
+    _add(group, "--deterministic", None, "the same bits in any batch", action="store_true")
+    _add(group, "--implementation", str, "of attention: auto or xla")
+    _add(group, "--compilation-cache-dir", str, "for compiled programs; '' keeps none")
+
+
+def _add(group: Any, flag: str, kind: Any, text: str, **options: Any) -> None:
+    """An option that leaves no trace where it is not given: its default is decided elsewhere."""
+    if kind is not None:
+        options |= {"type": kind, "metavar": flag.lstrip("-").split("-")[-1].upper()}
+    group.add_argument(flag, help=text, default=argparse.SUPPRESS, **options)
+
+
+def read_size(text: str) -> int:
+    """Reads 1000, 1k, 25.6k (decimal) and 1K (binary, whole numbers alone), as vLLM does."""
+    match = re.fullmatch(r"(\d+)(\.\d+)?([kmgKMG]?)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 4096, 4k, 25.6k or 4K")
+    whole, fraction, unit = match.groups()
+    if fraction and not unit.islower():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size; fractions go with the decimal units k, m and g"
+        )
+    return (
+        round(float(f"{whole}{fraction}") * _FACTORS[unit])
+        if fraction
+        else (int(whole) * _FACTORS.get(unit, 1))
+    )
+
+
+def positive(text: str) -> int:
+    """A whole number from 1."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {text!r}")
+    return int(text)
+
+
+def output_path(text: str) -> Path:
+    """A path that can be written to later: told now, and not after an hour's work."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        why = "is a directory" if path.is_dir() else f"{path.parent} is no directory"
+        raise argparse.ArgumentTypeError(f"can not write {path}: {why}")
+    return path
+
+
+def given(args: argparse.Namespace, names: set[str]) -> dict[str, Any]:
+    """The options among `names` that were given."""
+    return {name: value for name, value in vars(args).items() if name in names}
