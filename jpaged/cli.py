@@ -1,7 +1,8 @@
-"""The command line: `jpaged generate` and `jpaged bench throughput`, with vLLM's option names.
+"""The command line: `jpaged generate`, `plan` and `bench`, with vLLM's option names.
 
 Nothing heavy is imported before the arguments, and with `generate` the prompts, are judged. Exit
-codes: 0, 2 for a wrong argument or input, told in one line, and 130 after Ctrl-C.
+codes: 0, 1 for a plan that does not fit, 2 for a wrong argument or input, told in one line, and 130
+after Ctrl-C.
 """
 
 import argparse
@@ -9,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -22,15 +24,17 @@ from jpaged.cli_options import (
     SAMPLING_NAMES,
     Parser,
     add_engine_options,
+    add_plan_options,
     add_prompt_options,
     add_sampling_options,
     given,
     output_path,
     positive,
+    read_size,
 )
-from jpaged.config import EngineConfig
+from jpaged.config import CacheConfig, EngineConfig
 from jpaged.engine.prompt_file import PromptLine, read_prompts
-from jpaged.errors import JpagedError, RequestError
+from jpaged.errors import ConfigError, JpagedError, RequestError
 from jpaged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("jpaged.cli")
 
+DOES_NOT_FIT = 1
 INTERRUPTED = 130
 
 
@@ -47,14 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     with _log_to_stderr():
         try:
-            args.run(args, started)
+            return args.run(args, started) or 0
         except JpagedError as error:
             print(f"jpaged: {error}", file=sys.stderr)
             return BAD_INPUT
         except KeyboardInterrupt:
             print("jpaged: interrupted", file=sys.stderr)
             return INTERRUPTED
-    return 0
 
 
 # --- arguments ---
@@ -72,6 +76,12 @@ def _parser() -> argparse.ArgumentParser:
     add_prompt_options(generate)
     add_sampling_options(generate)
     add_engine_options(generate)
+
+    plan = commands.add_parser("plan", help="what a model needs and serves on given devices")
+    plan.set_defaults(run=_plan)
+    plan.add_argument("model", help="a config.json, a directory with one, or a GGUF file")
+    plan.add_argument("--json", action="store_true", help="the plan as a line of JSON")
+    add_plan_options(plan)
 
     bench = commands.add_parser("bench", help="measure speed and memory")
     benches = bench.add_subparsers(required=True, metavar="WHAT")
@@ -101,6 +111,7 @@ def _generate(args: argparse.Namespace, started: float) -> None:
     for line in lines:
         _params_of(line, SamplingParams(), sampling)
 
+    _let_allocator_have(options)
     import jax
 
     from jpaged import LLM
@@ -215,6 +226,49 @@ def _write_text(
         print(file=file)
 
 
+# --- plan ---
+
+
+def _plan(args: argparse.Namespace, started: float) -> int:
+    del started
+    config = EngineConfig.from_options(**given(args, ENGINE_NAMES))
+
+    from jpaged import loading
+    from jpaged.engine.plan import Hardware, advice, make_plan
+    from jpaged.engine.plan_text import as_json, as_table
+    from jpaged.model_config import ModelConfig
+
+    model = ModelConfig.from_hf(loading.load_hf_config_alone(args.model))
+    dtype = loading.name_dtype(config.dtype, model.dtype)
+    is_fp8 = args.kv_cache_dtype.startswith("fp8")
+    hardware = Hardware(
+        device=args.device,
+        device_bytes=_device_bytes(args.device),
+        tensor_parallel_size=args.tensor_parallel_size,
+        pipeline_parallel_size=args.pipeline_parallel_size,
+        dtype=dtype,
+        kv_dtype="fp8" if is_fp8 else loading.name_dtype(args.kv_cache_dtype, dtype),
+    )
+    plan = make_plan(model, config, hardware)
+    show = as_json if args.json else as_table
+    print(show(plan, advice(model, config, hardware)))
+    return 0 if plan.fits else DOES_NOT_FIT
+
+
+def _device_bytes(name: str) -> int:
+    from jpaged.engine.plan import DEVICES, GIB
+
+    if name.lower() in DEVICES:
+        return int(DEVICES[name.lower()] * GIB)
+    try:
+        return read_size(name)
+    except argparse.ArgumentTypeError:
+        raise ConfigError(
+            f"device={name!r} is unknown; there are {', '.join(DEVICES)}, or give its memory, "
+            "such as 24G"
+        ) from None
+
+
 # --- bench ---
 
 
@@ -223,6 +277,7 @@ def _bench_throughput(args: argparse.Namespace, started: float) -> None:
     options = given(args, ENGINE_NAMES)
     EngineConfig.from_options(**options)
 
+    _let_allocator_have(options)
     from jpaged.bench.throughput import measure, read_workload
 
     workload = read_workload(args.workload, args.limit)
@@ -234,7 +289,15 @@ def _bench_throughput(args: argparse.Namespace, started: float) -> None:
             file.write(line + "\n")
 
 
-# --- log ---
+# --- the process ---
+
+
+def _let_allocator_have(options: dict[str, Any]) -> None:
+    """Has JAX, which is yet to start, reserve the share of a GPU that the engine is to use."""
+    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+    if not any(os.environ.get(name) for name in names):
+        share = options.get("gpu_memory_utilization", CacheConfig.gpu_memory_utilization)
+        os.environ[names[0]] = str(share)
 
 
 @contextlib.contextmanager

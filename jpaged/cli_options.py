@@ -72,14 +72,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Fields of `EngineConfig` and its cache."""
     group = parser.add_argument_group("engine", "Sizes may be written as 1k (1000) or 1K (1024).")
-    _add(group, "--dtype", str, "auto, bfloat16, float16 or float32")
-    _add(group, "--max-model-len", read_size, "most tokens of prompt and output together")
-    _add(group, "--max-num-seqs", read_size, "most sequences at a time")
-    _add(group, "--max-num-batched-tokens", read_size, "most tokens of a step")
-    _add(group, "--block-size", int, "tokens of a block of the KV cache")
-    _add(group, "--num-gpu-blocks-override", read_size, "blocks of the KV cache, on any device")
-    _add(group, "--kv-cache-memory-bytes", read_size, "size of the KV cache")
-    _add(group, "--gpu-memory-utilization", float, "share of a GPU's memory to use")
+    _add_capacity_options(group)
     _add(
         group,
         "--enable-prefix-caching",
@@ -92,6 +85,64 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     _add(group, "--deterministic", None, "the same bits in any batch", action="store_true")
     _add(group, "--implementation", str, "of attention: auto or xla")
     _add(group, "--compilation-cache-dir", str, "for compiled programs; '' keeps none")
+
+
+def add_plan_options(parser: argparse.ArgumentParser) -> None:
+    """What `plan` is told of the devices, and the engine's options that count."""
+    group = parser.add_argument_group("devices")
+    group.add_argument(
+        "--device",
+        required=True,
+        help="a100-40g, a100-80g, h100, h200, l4 or another name, or its memory, such as 24G",
+    )
+    for name in ("tensor", "pipeline"):
+        group.add_argument(
+            f"--{name}-parallel-size",
+            type=positive,
+            default=1,
+            metavar="SIZE",
+            help=f"devices of {'a stage' if name == 'tensor' else 'the pipeline'} (default 1)",
+        )
+    group.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        metavar="DTYPE",
+        help="auto (the weights'), bfloat16, float16, float32 or fp8",
+    )
+    group = parser.add_argument_group("engine", "Sizes may be written as 1k (1000) or 1K (1024).")
+    _add_capacity_options(group)
+
+
+def _add_capacity_options(group: Any) -> None:
+    _add(group, "--dtype", str, "auto, bfloat16, float16 or float32")
+    _add(
+        group,
+        "--max-model-len",
+        read_model_len,
+        "most tokens of prompt and output together: by default what the model can; auto (or -1): "
+        "as much of that as one request can have of the KV cache",
+    )
+    _add(group, "--max-num-seqs", read_size, "most sequences at a time")
+    _add(group, "--max-num-batched-tokens", read_size, "most tokens of a step")
+    _add(group, "--block-size", int, "tokens of a block of the KV cache (default 16)")
+    _add(
+        group,
+        "--gpu-memory-utilization",
+        float,
+        "share of a GPU's memory to use (default 0.92); a CPU gives a share of its memory",
+    )
+    _add(
+        group,
+        "--kv-cache-memory-bytes",
+        read_size,
+        "size of the KV cache, such as 4G, whatever the utilization, on any device",
+    )
+    _add(
+        group,
+        "--num-gpu-blocks-override",
+        read_size,
+        "blocks of the KV cache, whatever memory there is, on any device",
+    )
 
 
 def _add(group: Any, flag: str, kind: Any, text: str, **options: Any) -> None:
@@ -116,6 +167,11 @@ def read_size(text: str) -> int:
         if fraction
         else (int(whole) * _FACTORS.get(unit, 1))
     )
+
+
+def read_model_len(text: str) -> int | str:
+    """A size, or `auto`, which vLLM also writes as -1."""
+    return "auto" if text in ("auto", "-1") else read_size(text)
 
 
 def positive(text: str) -> int:

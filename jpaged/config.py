@@ -28,6 +28,8 @@ class CacheConfig:
     kv_cache_memory_bytes: bytes for KV, instead of a share of the memory.
     gpu_memory_utilization: share of a GPU's memory that the engine may use. On a CPU the pool takes
         `cpu_memory_share` of the machine's memory, at most what all rows together can use.
+    watermark: share of the blocks that admissions leave free while other requests run, below 1; a
+        little saves preemptions of requests that grow.
     """
 
     block_size: int = 16
@@ -36,11 +38,14 @@ class CacheConfig:
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.92
     cpu_memory_share: float = 0.05
+    watermark: float = 0.0
 
     def __post_init__(self) -> None:
         _check_range("block_size", self.block_size, 1, 256)
         _check_share("gpu_memory_utilization", self.gpu_memory_utilization)
         _check_share("cpu_memory_share", self.cpu_memory_share)
+        if isinstance(self.watermark, bool) or not 0 <= self.watermark < 1:
+            raise ConfigError(f"watermark must be from 0 to below 1, got {self.watermark!r}")
         if self.num_gpu_blocks_override is not None:
             _check_range("num_gpu_blocks_override", self.num_gpu_blocks_override, 2)
         if self.kv_cache_memory_bytes is not None:
@@ -52,7 +57,8 @@ class EngineConfig:
     """The engine. None means: by model and device, see `resolved`.
 
     dtype: of weights, KV and activations; auto is the checkpoint's.
-    max_model_len: most tokens of a request, prompt and output together.
+    max_model_len: most tokens of a request, prompt and output together. None takes what the model
+        can; "auto" (or -1) as much of that as one request can have of the block pool.
     max_num_seqs: rows, so the most sequences resident at once.
     max_num_batched_tokens: token budget of a step; a longer prompt is read in chunks.
     long_prefill_token_threshold: most tokens of one prompt in a step; 0 is no limit.
@@ -65,7 +71,7 @@ class EngineConfig:
     """
 
     dtype: str = "auto"
-    max_model_len: int | None = None
+    max_model_len: int | Literal["auto"] | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     long_prefill_token_threshold: int = 0
@@ -78,7 +84,11 @@ class EngineConfig:
     cache: CacheConfig = dataclasses.field(default_factory=CacheConfig)
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+        if self.max_model_len == -1:
+            object.__setattr__(self, "max_model_len", "auto")
+        if self.max_model_len not in (None, "auto"):
+            _check_range("max_model_len", self.max_model_len, 1)
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) is not None:
                 _check_range(name, getattr(self, name), 1)
         _check_range("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
@@ -107,11 +117,13 @@ class EngineConfig:
     def resolved(self, model: ModelConfig, platform: str) -> "EngineConfig":
         """The same with no value left open, checked against the model.
 
+        A max_model_len of "auto" stays: the size of the pool decides (`engine.capacity.fit_pool`).
+
         Raises ConfigError if max_model_len exceeds what the model can tell positions apart for, or
         the token budget is smaller than the number of rows.
         """
         max_model_len = self.max_model_len or model.max_position
-        if max_model_len > model.max_position:
+        if max_model_len != "auto" and max_model_len > model.max_position:
             raise ConfigError(
                 f"max_model_len={max_model_len} exceeds the {model.max_position} positions of the "
                 f"model; lower it, or use a checkpoint with a rope scaling for longer contexts"

@@ -187,7 +187,7 @@ def test_bad_prompt_files_are_refused(tmp_path: Path, capsys, name, content, tol
         (["--block-size", "0"], "block_size must be from 1 to 256, got 0"),
         (["--block-size", "many"], "argument --block-size: invalid int value: 'many'"),
         (["--max-model-len", "1.5K"], "'1.5K' is no size"),
-        (["--max-model-len", "-1"], "--max-model-len"),
+        (["--max-model-len", "-2"], "--max-model-len"),
         (["--implementation", "magic"], "implementation='magic' is unknown"),
         (["--temperature", "nan"], "temperature must be from 0 to 2, got nan"),
         (["--n", "0"], "n must be from 1"),

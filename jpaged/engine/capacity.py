@@ -1,6 +1,9 @@
 """How many blocks the pool gets, and how many requests that serves: vLLM's arithmetic."""
 
+import dataclasses
+import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 from jpaged.config import EngineConfig
@@ -8,12 +11,19 @@ from jpaged.errors import ConfigError
 from jpaged.model_config import ModelConfig
 from jpaged.ops.kv_cache import layer_kv_bytes
 
+logger = logging.getLogger(__name__)
+
+MeasureBytes = Callable[[EngineConfig, int], int | None]
+"""(config, num_blocks) -> bytes the largest program needs for itself; None if nobody knows."""
+
 _GIB = 2**30
+_KEPT_BITS = 8  # of a measured pool's size: the others would differ from start to start
+_KEPT_SHARE = 1 / 32  # of the pool that may stay unused, so that programs need no second compiling
 
 
 def blocks_per_request(config: EngineConfig) -> int:
     """M: blocks that hold one request of max_model_len tokens."""
-    assert config.max_model_len is not None
+    assert isinstance(config.max_model_len, int), "not a resolved config"
     return _ceil(config.max_model_len, config.cache.block_size)
 
 
@@ -34,6 +44,14 @@ def max_blocks_per_request(config: EngineConfig, model: ModelConfig) -> int:
     return min(M, _ceil(max(windows) - 1 + num_new, config.cache.block_size) + 1)
 
 
+def longest_model_len(num_blocks: int, config: EngineConfig, model: ModelConfig) -> int:
+    """The largest max_model_len of which a pool holds one request; 0 if it holds no token."""
+    widest = dataclasses.replace(config, max_model_len=model.max_position)
+    if max_blocks_per_request(widest, model) < num_blocks:
+        return model.max_position
+    return max(num_blocks - 1, 0) * config.cache.block_size
+
+
 def block_bytes(config: EngineConfig, model: ModelConfig, dtype: str) -> int:
     """Bytes of one block in all layers, K and V."""
     one_layer = layer_kv_bytes(
@@ -42,32 +60,43 @@ def block_bytes(config: EngineConfig, model: ModelConfig, dtype: str) -> int:
     return one_layer * model.num_layers
 
 
-def choose_num_blocks(config: EngineConfig, model: ModelConfig, dtype: str, device: Any) -> int:
-    """N, the null block included, for a `jax.Device`.
+def fit_pool(
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: str,
+    device: Any,
+    measure: MeasureBytes | None = None,
+    memory_fraction: float = 1.0,
+) -> tuple[EngineConfig, int]:
+    """The config with its max_model_len decided, and N, the null block included.
 
+    device: a `jax.Device`; a GPU's counts what is in use by then, so the weights should be there.
+    measure, memory_fraction: for a GPU, as in `_gpu_budget` and `_fit_gpu`.
     An override is taken as it is: requests that do not fit are refused one by one. Otherwise raises
     ConfigError if not even one request of max_model_len tokens fits: the bytes needed and
     available, the longest context that would fit, and what to turn.
     """
-    cache, most = config.cache, max_blocks_per_request(config, model)
-    per_block = block_bytes(config, model, dtype)
+    is_auto, per_block = config.max_model_len == "auto", block_bytes(config, model, dtype)
+    if is_auto:
+        config = dataclasses.replace(config, max_model_len=model.max_position)
+    cache = config.cache
     if cache.num_gpu_blocks_override is not None:
-        return cache.num_gpu_blocks_override
-    if cache.kv_cache_memory_bytes is not None:
+        num_blocks = cache.num_gpu_blocks_override
+    elif cache.kv_cache_memory_bytes is not None:
         num_blocks = cache.kv_cache_memory_bytes // per_block
+    elif device.platform == "cpu":
+        num_blocks = _fit_cpu(config, model, per_block, can_stretch=not is_auto)
     else:
-        budget = (
-            _cpu_budget(config) if device.platform == "cpu" else _gpu_budget(config, model, device)
-        )
-        assert config.max_num_seqs is not None
-        num_blocks = min(budget // per_block, config.max_num_seqs * most + 1)
-        if (
-            device.platform == "cpu" and num_blocks < most + 1
-        ):  # one request, if half the memory does
-            num_blocks = min(_total_memory() // 2 // per_block, most + 1)
-    if num_blocks < most + 1:
+        budget = _gpu_budget(config, device, memory_fraction)
+        num_blocks = _fit_gpu(config, model, per_block, budget, measure)
+    if is_auto:
+        longest = longest_model_len(num_blocks, config, model)
+        config = dataclasses.replace(config, max_model_len=max(longest, 1))
+        logger.info("max_model_len auto: %d tokens, of %d blocks", longest, num_blocks)
+    is_enough = num_blocks > max_blocks_per_request(config, model)
+    if not is_enough and cache.num_gpu_blocks_override is None:
         raise ConfigError(_too_small(config, model, num_blocks, per_block))
-    return num_blocks
+    return config, num_blocks
 
 
 def max_concurrency(num_blocks: int, config: EngineConfig, model: ModelConfig) -> float:
@@ -77,34 +106,118 @@ def max_concurrency(num_blocks: int, config: EngineConfig, model: ModelConfig) -
 
 def kv_cache_tokens(num_blocks: int, config: EngineConfig, model: ModelConfig) -> int:
     """The pool's size in tokens, as vLLM reports it."""
-    assert config.max_model_len is not None
+    assert isinstance(config.max_model_len, int), "not a resolved config"
     return int(max_concurrency(num_blocks, config, model) * config.max_model_len)
+
+
+def useful_blocks(config: EngineConfig, model: ModelConfig) -> int:
+    """Blocks that all rows together can hold, and the null block: more would serve the prefix
+    cache alone."""
+    assert config.max_num_seqs is not None
+    return config.max_num_seqs * max_blocks_per_request(config, model) + 1
+
+
+def rows_bytes(config: EngineConfig) -> int:
+    """Bytes of the rows' tokens and block tables, the null row's included."""
+    assert config.max_num_seqs is not None
+    M = blocks_per_request(config)
+    return 4 * (config.max_num_seqs + 1) * (M * config.cache.block_size + M)
+
+
+def estimated_activations(config: EngineConfig, model: ModelConfig) -> int:
+    """Bytes of a step's activations on paper, on the safe side: the stream and the projections of
+    every token, and three arrays of logits for every row, all in float32."""
+    assert config.max_num_batched_tokens is not None
+    assert config.max_num_seqs is not None
+    width = 4 * model.hidden_size + 3 * model.intermediate_size
+    logits = 3 * config.max_num_seqs * model.vocab_size
+    return 4 * (config.max_num_batched_tokens * width + logits)
+
+
+def blocks_in(num_bytes: int, per_block: int, num_layers: int) -> int:
+    """Blocks for which a GPU's free bytes suffice, one array of the pool left free.
+
+    Where the weights were converted lies a hole as large as they are. The pool's arrays fill it up
+    to less than one of them, and a program needs its bytes in one piece.
+    """
+    num_arrays = 2 * num_layers
+    return max(num_bytes, 0) * num_arrays // (num_arrays + 1) // per_block
 
 
 def _ceil(amount: int, unit: int) -> int:
     return -(-amount // unit)
 
 
-def _cpu_budget(config: EngineConfig) -> int:
-    return int(config.cache.cpu_memory_share * _total_memory())
+def _fit_cpu(config: EngineConfig, model: ModelConfig, per_block: int, *, can_stretch: bool) -> int:
+    """Blocks in a share of the memory; if asked, up to half of it for the sake of one request."""
+    share = int(config.cache.cpu_memory_share * _total_memory())
+    num_blocks = min(share // per_block, useful_blocks(config, model))
+    if not can_stretch:
+        return num_blocks
+    one = max_blocks_per_request(config, model) + 1
+    return max(num_blocks, min(_total_memory() // 2 // per_block, one))
 
 
 def _total_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _gpu_budget(config: EngineConfig, model: ModelConfig, device: Any) -> int:
-    """What utilization leaves after the weights and one step's activations."""
+def _gpu_budget(config: EngineConfig, device: Any, memory_fraction: float) -> int:
+    """Bytes of a GPU that utilization leaves beside what is in use.
+
+    memory_fraction: the share of the GPU's memory that JAX's allocator may take. Utilization is of
+    the whole memory, as vLLM's.
+    """
     stats = device.memory_stats() or {}
     limit, in_use = stats.get("bytes_limit", 0), stats.get("bytes_in_use", 0)
-    tokens, num_seqs = config.max_num_batched_tokens or 0, config.max_num_seqs or 0
-    width = 4 * model.hidden_size + 3 * model.intermediate_size
-    activations = 4 * (tokens * width + 3 * num_seqs * model.vocab_size)
-    return int(limit * config.cache.gpu_memory_utilization) - in_use - activations
+    requested = int(config.cache.gpu_memory_utilization * limit / memory_fraction)
+    if requested > limit:
+        logger.info(
+            "gpu_memory_utilization=%s is more than JAX may take, which is %.2f of the memory; "
+            "XLA_CLIENT_MEM_FRACTION raises that",
+            config.cache.gpu_memory_utilization,
+            memory_fraction,
+        )
+    return min(requested, limit) - in_use
+
+
+def _fit_gpu(
+    config: EngineConfig,
+    model: ModelConfig,
+    per_block: int,
+    budget: int,
+    measure: MeasureBytes | None,
+) -> int:
+    """Blocks that fit a budget beside the rows and the largest program.
+
+    Programs are compiled for one size of the pool. So a careful size is guessed, and what is
+    measured for it confirms it: the programs compiled for the measurement are then those that run,
+    and the next start finds them. Only a guess that is too large, or wastes too much, is changed.
+    """
+    one, most = max_blocks_per_request(config, model) + 1, useful_blocks(config, model)
+
+    def beside(activations: int) -> int:
+        left = budget - rows_bytes(config) - activations
+        num_blocks = blocks_in(left, per_block, model.num_layers)
+        unit = 1 << max(num_blocks.bit_length() - _KEPT_BITS, 0)
+        return min(max(num_blocks - num_blocks % unit, min(num_blocks, one)), most)
+
+    estimate = beside(estimated_activations(config, model))
+    guess = max(estimate, one)
+    activations = measure(config, guess) if measure else None
+    if activations is None:
+        return estimate
+    fitting = beside(activations)
+    logger.info(
+        "The largest program takes %.3f GiB, which leaves %.3f GiB to the KV cache",
+        activations / _GIB,
+        fitting * per_block / _GIB,
+    )
+    return guess if guess <= fitting <= guess * (1 + _KEPT_SHARE) else fitting
 
 
 def _too_small(config: EngineConfig, model: ModelConfig, num_blocks: int, per_block: int) -> str:
-    longest = max(num_blocks - 1, 0) * config.cache.block_size
+    longest = longest_model_len(num_blocks, config, model)
     needed = (max_blocks_per_request(config, model) + 1) * per_block / _GIB
     return (
         f"one request of max_model_len={config.max_model_len} tokens needs {needed:.3f} GiB of KV "

@@ -114,3 +114,10 @@ def keep_programs(folder: str | None) -> None:
     # Small programs count too: there are many, and each costs tenths of a second.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def memory_fraction() -> float:
+    """The share of a GPU's memory that JAX's allocator takes: JAX's default unless told."""
+    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+    told = [value for name in names if (value := os.environ.get(name))]
+    return float(told[0]) if told else 0.75

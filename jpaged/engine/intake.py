@@ -46,7 +46,7 @@ class Intake:
         *,
         use_defaults: bool,
     ) -> None:
-        assert config.max_model_len is not None
+        assert isinstance(config.max_model_len, int), "not a resolved config"
         self._model, self._config, self._tokenizer = model, config, tokenizer
         self._max_model_len = config.max_model_len
         self._pool_tokens = (num_blocks - 1) * config.cache.block_size

@@ -16,6 +16,7 @@ from jpaged.config import EngineConfig, ModelConfig
 from jpaged.core.state import EngineState
 from jpaged.engine import capacity, compiled
 from jpaged.engine.engine import Engine
+from jpaged.engine.program_memory import program_bytes
 from jpaged.errors import ConfigError
 from jpaged.models.forward import make_forward
 from jpaged.models.prepare import param_bytes
@@ -39,11 +40,8 @@ def make_engine(
     device = jax.devices()[0]
     config = config.resolved(model, device.platform)
     dtype = _resolve_dtype(source, model, config)
-    num_blocks = (
-        None
-        if device.platform != "cpu"
-        else capacity.choose_num_blocks(config, model, dtype, device)
-    )
+    # What a GPU has left is known only with the weights in place.
+    pool = capacity.fit_pool(config, model, dtype, device) if device.platform == "cpu" else None
     started = time.perf_counter()
     if params is None:
         assert isinstance(source, str | Path)
@@ -51,24 +49,22 @@ def make_engine(
     serving = prepare_params(params, model, dtype)
     del params
     hash_key = np.frombuffer(secrets.token_bytes(16), np.uint32)
-    # What a GPU has left is known only with the weights in place.
-    num_blocks = num_blocks or capacity.choose_num_blocks(config, model, dtype, device)
+    forward = make_forward(model, deterministic=config.deterministic)
 
-    def make_state() -> EngineState:
-        assert config.max_num_seqs is not None
-        return compiled.empty_state(
-            hash_key,
-            model=model,
-            dtype=dtype,
-            num_rows=config.max_num_seqs,
-            num_blocks=num_blocks,
-            block_size=config.cache.block_size,
-            max_blocks_per_row=capacity.blocks_per_request(config),
-            num_stop_ids=config.max_stop_ids,
-            is_cpu=device.platform == "cpu",
+    def measure(config: EngineConfig, num_blocks: int) -> int | None:
+        sizes = _state_sizes(config, model, dtype, num_blocks)
+        return program_bytes(
+            forward, serving, compiled.empty_state.eval_shape(hash_key, **sizes), config
         )
 
-    forward = make_forward(model, deterministic=config.deterministic)
+    config, num_blocks = pool or capacity.fit_pool(
+        config, model, dtype, device, measure, compiled.memory_fraction()
+    )
+    sizes = _state_sizes(config, model, dtype, num_blocks)
+
+    def make_state() -> EngineState:
+        return compiled.empty_state(hash_key, **sizes)
+
     engine = Engine(forward, serving, config, make_state)
     logger.info(
         "Model loading took %.2f s; weights are %d bytes in %s on %s",
@@ -79,6 +75,22 @@ def make_engine(
     )
     _log_capacity(num_blocks, config, model)
     return engine, model, dtype
+
+
+def _state_sizes(
+    config: EngineConfig, model: ModelConfig, dtype: str, num_blocks: int
+) -> dict[str, Any]:
+    """The options of `compiled.empty_state`."""
+    return {
+        "model": model,
+        "dtype": dtype,
+        "num_rows": config.max_num_seqs,
+        "num_blocks": num_blocks,
+        "block_size": config.cache.block_size,
+        "max_blocks_per_row": capacity.blocks_per_request(config),
+        "num_stop_ids": config.max_stop_ids,
+        "is_cpu": jax.default_backend() == "cpu",
+    }
 
 
 def resolve_model(source: ModelSource) -> ModelConfig:

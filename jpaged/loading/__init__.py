@@ -1,10 +1,11 @@
 """Files to configs, parameters and tokenizers. Nothing here imports torch."""
 
-from jpaged.loading.dtypes import cpu_has_bf16, resolve_dtype
+from jpaged.loading.dtypes import cpu_has_bf16, name_dtype, resolve_dtype
 from jpaged.loading.load import (
     find_checkpoint,
     load_generation_config,
     load_hf_config,
+    load_hf_config_alone,
     load_params,
     open_tensors,
 )
@@ -15,8 +16,10 @@ __all__ = [
     "find_checkpoint",
     "load_generation_config",
     "load_hf_config",
+    "load_hf_config_alone",
     "load_params",
     "load_tokenizer",
+    "name_dtype",
     "open_tensors",
     "resolve_dtype",
 ]

@@ -21,6 +21,25 @@ _NAMES = {
 }
 
 
+def name_dtype(requested: str, checkpoint_dtype: str) -> str:
+    """The dtype that was asked for, or the checkpoint's: float32, bfloat16 or float16.
+
+    Raises:
+        ConfigError: the name is unknown.
+    """
+    if requested != "auto":
+        if requested not in _NAMES:
+            raise ConfigError(f"dtype={requested!r} is not one of auto, {', '.join(_NAMES)}")
+        return _NAMES[requested]
+    dtype = _NAMES.get(checkpoint_dtype.removeprefix("torch."))
+    if dtype is None:
+        raise ConfigError(
+            f"the checkpoint's dtype {checkpoint_dtype!r} is not supported; name one of "
+            f"{', '.join(_NAMES)} as dtype"
+        )
+    return dtype
+
+
 def resolve_dtype(requested: str, checkpoint_dtype: str, is_gguf: bool) -> str:
     """The dtype to load weights in: float32, bfloat16 or float16.
 
@@ -31,17 +50,9 @@ def resolve_dtype(requested: str, checkpoint_dtype: str, is_gguf: bool) -> str:
     Raises:
         ConfigError: the name is unknown.
     """
-    if requested != "auto":
-        if requested not in _NAMES:
-            raise ConfigError(f"dtype={requested!r} is not one of auto, {', '.join(_NAMES)}")
-        return _NAMES[requested]
-    dtype = "bfloat16" if is_gguf else _NAMES.get(checkpoint_dtype.removeprefix("torch."))
-    if dtype is None:
-        raise ConfigError(
-            f"the checkpoint's dtype {checkpoint_dtype!r} is not supported; name one of "
-            f"{', '.join(_NAMES)} as dtype"
-        )
-    if dtype == "bfloat16" and jax.default_backend() == "cpu" and not cpu_has_bf16():
+    dtype = name_dtype(requested, "bfloat16" if is_gguf else checkpoint_dtype)
+    is_auto = requested == "auto"
+    if is_auto and dtype == "bfloat16" and jax.default_backend() == "cpu" and not cpu_has_bf16():
         _LOG.info("dtype auto: float32, since this CPU has no bfloat16 units")
         return "float32"
     return dtype

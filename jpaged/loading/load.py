@@ -103,6 +103,23 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
     return config
 
 
+def load_hf_config_alone(path: str | Path) -> dict[str, Any]:
+    """`load_hf_config` where weights need not be: also of a `config.json`, or a directory with one.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: as `load_hf_config`.
+    """
+    try:
+        return load_hf_config(path)
+    except CheckpointError:
+        file = Path(path) / _CONFIG if Path(path).is_dir() else Path(path)
+        if file.suffix != ".json" or not file.is_file():
+            raise
+    config = safetensors.read_json(file)
+    _refuse_quantized(file, config)
+    return config
+
+
 def _refuse_quantized(path: Path, config: Mapping[str, Any]) -> None:
     keys = ("quantization_config", "compression_config")
     places = (config, config.get("text_config") or {})
