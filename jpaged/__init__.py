@@ -5,23 +5,34 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jpaged.config import CacheConfig, EngineConfig, ModelConfig
     from jpaged.engine.llm import LLM
-    from jpaged.engine.output import CompletionOutput, RequestOutput
-    from jpaged.sampling_params import SamplingParams
+    from jpaged.engine.output import (
+        BeamSearchOutput,
+        BeamSearchSequence,
+        CompletionOutput,
+        RequestOutput,
+    )
+    from jpaged.sampling_params import BeamSearchParams, SamplingParams
 
 __version__ = "0.1.0"
 
 _WHERE = {
     "LLM": "jpaged.engine.llm",
     "SamplingParams": "jpaged.sampling_params",
+    "BeamSearchParams": "jpaged.sampling_params",
     "EngineConfig": "jpaged.config",
     "CacheConfig": "jpaged.config",
     "ModelConfig": "jpaged.config",
     "RequestOutput": "jpaged.engine.output",
     "CompletionOutput": "jpaged.engine.output",
+    "BeamSearchOutput": "jpaged.engine.output",
+    "BeamSearchSequence": "jpaged.engine.output",
 }
 
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CacheConfig",
     "CompletionOutput",
     "EngineConfig",

@@ -5,7 +5,7 @@ import logging
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from jpaged.errors import RequestError
 
@@ -14,6 +14,7 @@ logger = logging.getLogger(__name__)
 GREEDY_TEMPERATURE = 1e-5
 MIN_TEMPERATURE = 0.01
 MAX_N = 16384
+MAX_BEAM_WIDTH = 1024
 
 NOT_SUPPORTED_YET: dict[str, Any] = {
     "presence_penalty": 0.0,
@@ -31,7 +32,6 @@ NOT_SUPPORTED_YET: dict[str, Any] = {
     "allowed_token_ids": None,
     "bad_words": None,
     "extra_args": None,
-    "skip_reading_prefix_cache": None,
     "thinking_token_budget": None,
     "repetition_detection": None,
 }
@@ -52,6 +52,8 @@ class SamplingParams:
     max_tokens: output tokens; None means up to the context length.
     stop_token_ids: tokens that end the output. ignore_eos: do not stop at the end of sequence.
     logprobs: None, or 0 for the log-probability of each sampled token.
+    skip_reading_prefix_cache: compute the whole prompt anew; its blocks serve others all the same.
+        None means False, and True where prompt_logprobs are asked for.
 
     Raises RequestError, naming the field, its value and its limit. vLLM's other fields are taken at
     their default alone.
@@ -105,6 +107,13 @@ class SamplingParams:
         """Whether each token is the likeliest one, drawn by no chance."""
         return self.temperature < GREEDY_TEMPERATURE
 
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Whether cached blocks may take the place of computing the prompt."""
+        if self.skip_reading_prefix_cache is not None:
+            return not self.skip_reading_prefix_cache
+        return self.prompt_logprobs is None
+
     def _refuse_what_is_missing(self) -> None:
         for name, neutral in NOT_SUPPORTED_YET.items():
             value = getattr(self, name)
@@ -114,8 +123,9 @@ class SamplingParams:
 
     def _judge(self) -> None:
         for name in _SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} must be True or False, got {getattr(self, name)!r}")
+            _check_switch(name, getattr(self, name))
+        if self.skip_reading_prefix_cache is not None:
+            _check_switch("skip_reading_prefix_cache", self.skip_reading_prefix_cache)
         _check_integer("n", self.n, 1, MAX_N)
         _check_real("temperature", self.temperature, 0.0, 2.0)
         _check_real("top_p", self.top_p, 0.0, 1.0)
@@ -163,6 +173,57 @@ class SamplingParams:
             changes["temperature"] = MIN_TEMPERATURE
         for name, value in changes.items():
             object.__setattr__(self, name, value)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BeamSearchParams:
+    """How to search for a prompt's likeliest continuations.
+
+    beam_width: sequences kept at each step, and returned. max_tokens: output tokens at most.
+    ignore_eos: do not stop at the end of sequence.
+    length_penalty: scores are cumulative log-probability / length ** length_penalty.
+    early_stopping: None searches as vLLM does: the length counts the prompt too, and nothing ends a
+        search but its last token. False, True and "never" search as Hugging Face's `generate` does
+        with that value: the length counts generated tokens, and W finished sequences may end it.
+    temperature: 0 to 2, as vLLM takes it; there and here beams are ranked by the model's own
+        log-probabilities, whatever it is.
+    include_stop_str_in_output, structured_outputs: taken at their default alone.
+
+    Raises RequestError, naming the field, its value and its limit.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] | None = None
+    include_stop_str_in_output: bool = False
+    structured_outputs: Any = None
+
+    def __post_init__(self) -> None:
+        _check_integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
+        _check_integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check_switch("ignore_eos", self.ignore_eos)
+        _check_real("temperature", self.temperature, 0.0, 2.0)
+        _check_real("length_penalty", self.length_penalty, -100.0, 100.0)
+        if self.early_stopping not in (None, True, False, "never"):
+            raise RequestError(
+                "early_stopping must be None (vLLM's rule), True, False or 'never' (Hugging "
+                f"Face's), got {self.early_stopping!r}"
+            )
+        for name, neutral in (("include_stop_str_in_output", False), ("structured_outputs", None)):
+            if getattr(self, name) != neutral:
+                raise RequestError(
+                    f"not supported yet: {name} (got {getattr(self, name)!r}); leave it out"
+                )
+        for name in ("beam_width", "max_tokens"):  # NumPy's integers overflow
+            object.__setattr__(self, name, int(getattr(self, name)))
+
+
+def _check_switch(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} must be True or False, got {value!r}")
 
 
 def _check_integer(name: str, value: Any, low: int, high: int) -> None:

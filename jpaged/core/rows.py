@@ -17,7 +17,7 @@ from jpaged.core.batch import KVCache
 from jpaged.core.block_pool import num_free, publish, retarget, take_blocks
 from jpaged.core.prefix_cache import hash_root, hash_tokens, match_prefix, prefix_block_hashes
 from jpaged.core.sampling import SamplingState
-from jpaged.core.state import NULL_ROW, EngineState, Rows
+from jpaged.core.state import NULL_ROW, BlockPool, EngineState, Rows
 from jpaged.ops.kv_cache import NULL_BLOCK, copy_blocks
 from jpaged.typing import Array, Bool, Int, UInt32
 
@@ -229,24 +229,34 @@ def fork(
     parent has reserved beyond its context stay its own. A child may be any inactive row, or hold
     blocks of its own, which it lets go. Pairs are padded with the null row on both sides.
     """
-    rows, S = state.rows, state.rows.block_size
-    num_blocks = -(-rows.context_len[parent] // S)
-    column = jnp.arange(rows.block_table.shape[1], dtype=jnp.int32)[None]
-    table = jnp.where(column < num_blocks[:, None], rows.block_table[parent], NULL_BLOCK)
-    pool = retarget(state.pool, rows.block_table[child], table)
-    same = ("token_ids", "num_tokens", "context_len", "prompt_len", "root", "prefix_hash")
-    rows = _set_rows(
-        rows,
-        child,
-        block_table=table,
-        num_blocks=num_blocks,
-        sample_index=sample_index,
-        adapter_id=rows.adapter_id[parent],
-        active=rows.active[parent],
-        **{name: getattr(rows, name)[parent] for name in same},
-    )
+    rows, pool = share_rows(state.rows, state.pool, parent, child)
+    rows = _set_rows(rows, child, sample_index=sample_index)
     sampling = jax.tree.map(lambda x: x.at[child].set(x[parent]), state.sampling)
     return replace(state, rows=rows, pool=pool, sampling=sampling)
+
+
+def share_rows(
+    rows: Rows, pool: BlockPool, parent: Int[Array, " A"], child: Int[Array, " A"]
+) -> tuple[Rows, BlockPool]:
+    """`fork` without what rows sample by. All at once: a child may be another's parent, and gives
+    what it had before. A row whose parent is the null row is emptied."""
+    num_blocks = -(-rows.context_len[parent] // rows.block_size)
+    column = jnp.arange(rows.block_table.shape[1], dtype=jnp.int32)[None]
+    table = jnp.where(column < num_blocks[:, None], rows.block_table[parent], NULL_BLOCK)
+    pool = retarget(pool, rows.block_table[child], table)
+    same = (
+        "token_ids",
+        "num_tokens",
+        "context_len",
+        "prompt_len",
+        "root",
+        "prefix_hash",
+        "sample_index",
+        "adapter_id",
+        "active",
+    )
+    taken = {name: getattr(rows, name)[parent] for name in same}
+    return _set_rows(rows, child, block_table=table, num_blocks=num_blocks, **taken), pool
 
 
 def release(state: EngineState, row_ids: Int[Array, " A"]) -> EngineState:

@@ -143,16 +143,10 @@ def _run(
     *,
     can_fork: bool = True,
 ) -> tuple[EngineState, StepOutput]:
-    """Forward pass, publication of full blocks, forks, draws: what step and window share."""
+    """Forward pass, forks, draws: what step and window share."""
     row_ids = inputs.row_ids
-    hidden, kv = forward.hidden(params, batch, state.kv)
-    is_good = ~_has_nan_tokens(hidden, batch)
-    context_len = state.rows.context_len.at[row_ids].add(granted)
-    rows = replace(state.rows, context_len=context_len)
-    caught_up = (granted > 0) & (_gap(rows, row_ids) == 0)
-    pool, rows = seal_blocks(state.pool, rows, row_ids, batch, state.hash_key, is_good)
-    state = replace(state, rows=rows, pool=pool, kv=kv)
-
+    state, hidden, is_good = run_forward(params, state, row_ids, granted, batch, forward)
+    caught_up = (granted > 0) & (_gap(state.rows, row_ids) == 0)
     if can_fork:
         is_fork = (inputs.parent != jnp.arange(row_ids.shape[0])) & caught_up[inputs.parent]
         state = _fork_rows(state, inputs, is_fork)
@@ -161,6 +155,26 @@ def _run(
     logits = forward.logits(params, hidden[last_token])
     is_good = is_good[inputs.parent] & ~(caught_up & jnp.any(jnp.isnan(logits), axis=-1))
     return _draw(state, row_ids, granted, logits, caught_up, is_good)
+
+
+def run_forward(
+    params: Params,
+    state: EngineState,
+    row_ids: Int[Array, " B"],
+    granted: Int[Array, " B"],
+    batch: Batch,
+    forward: Forward,
+) -> tuple[EngineState, Float[Array, "T D"], Bool[Array, " B"]]:
+    """Computes a batch and publishes the blocks it filled.
+
+    granted: the rows' tokens in the batch, by which their contexts grow. Returns the state, the
+    tokens' hidden states, and which rows are free of NaN; the others publish nothing.
+    """
+    hidden, kv = forward.hidden(params, batch, state.kv)
+    is_good = ~_has_nan_tokens(hidden, batch)
+    rows = replace(state.rows, context_len=state.rows.context_len.at[row_ids].add(granted))
+    pool, rows = seal_blocks(state.pool, rows, row_ids, batch, state.hash_key, is_good)
+    return replace(state, rows=rows, pool=pool, kv=kv), hidden, is_good
 
 
 def _has_nan_tokens(hidden: Float[Array, "T D"], batch: Batch) -> Bool[Array, " B"]:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import monitoring
 
-from jpaged.core import block_pool, rows, step
+from jpaged.core import beam, block_pool, rows, step
 from jpaged.core.state import EngineState, init_state
 from jpaged.model_config import ModelConfig
 from jpaged.models.prepare import prepare
@@ -30,6 +30,12 @@ run_step = jax.jit(
 )
 run_window = jax.jit(
     step.decode_window, donate_argnames="state", static_argnames=("forward", "num_steps")
+)
+spread = jax.jit(beam.spread, donate_argnames="state")
+run_beams = jax.jit(
+    beam.beam_window,
+    donate_argnames="state",
+    static_argnames=("forward", "num_steps", "num_candidates"),
 )
 reset_hashes = jax.jit(block_pool.reset_hashes, donate_argnames="pool")
 

@@ -24,6 +24,8 @@ class Buckets(NamedTuple):
     prefill_rows: tuple[int, ...]
     tokens: tuple[int, ...]
     prompt_lens: tuple[int, ...]
+    beam_groups: tuple[int, ...]
+    beam_tokens: tuple[int, ...]
 
     @classmethod
     def of(cls, max_num_seqs: int, max_num_batched_tokens: int, max_positions: int) -> "Buckets":
@@ -34,6 +36,8 @@ class Buckets(NamedTuple):
             prefill_rows=_powers(NUM_ADMISSIONS, most_rows, 8),
             tokens=_powers(16, max_num_batched_tokens, 2),
             prompt_lens=_powers(256, max_positions, 4),
+            beam_groups=_powers(1, most_rows, 2),
+            beam_tokens=_powers(64, max_positions, 4),
         )
 
 
@@ -67,7 +71,7 @@ def pack_admissions(
     *,
     prompt_lens: tuple[int, ...],
     num_stop_ids: int,
-    reads_cache: bool,
+    has_cache: bool,
 ) -> Admissions:
     """At most A samples, to sit in the given rows with all tokens they have so far."""
     A = NUM_ADMISSIONS
@@ -77,6 +81,7 @@ def pack_admissions(
     for place, tokens in enumerate(token_lists):
         token_ids[place, : len(tokens)] = tokens
     requests = [sample.request for sample in samples]
+    params = [request.params for request in requests]
     return Admissions(
         row_ids=pad_rows(row_ids, A),
         token_ids=token_ids,
@@ -85,7 +90,7 @@ def pack_admissions(
         request_root=_padded([request.root for request in requests], np.uint32),
         sample_index=_padded([sample.index for sample in samples], np.int32),
         adapter_id=_padded([0], np.int32),
-        reads_cache=_padded([reads_cache] * len(samples), np.bool_),
+        reads_cache=_padded([has_cache and p.reads_prefix_cache for p in params], np.bool_),
         sampling=_pack_sampling(samples, num_stop_ids),
     )
 

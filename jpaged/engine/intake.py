@@ -2,16 +2,23 @@
 
 import logging
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
 
 from jpaged.config import EngineConfig, ModelConfig
-from jpaged.engine.output import CompletionOutput, Logprob, RequestOutput
+from jpaged.engine.beam_group import BeamGroup, best_sequences, make_group
+from jpaged.engine.output import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    CompletionOutput,
+    Logprob,
+    RequestOutput,
+)
 from jpaged.engine.request import Request, Sample, cache_root, derived_seed
 from jpaged.errors import RequestError, RequestTooLongError
-from jpaged.sampling_params import SamplingParams
+from jpaged.sampling_params import BeamSearchParams, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +55,8 @@ class Intake:
     ) -> None:
         assert isinstance(config.max_model_len, int), "not a resolved config"
         self._model, self._config, self._tokenizer = model, config, tokenizer
-        self._max_model_len = config.max_model_len
+        self._max_model_len: int = config.max_model_len
+        self._num_blocks = num_blocks
         self._pool_tokens = (num_blocks - 1) * config.cache.block_size
         self._eos_ids = _eos_ids(generation_config, tokenizer)
         self._num_requests = 0
@@ -64,10 +72,25 @@ class Intake:
         """Requests for the prompts, in their order. Raises RequestError for the first bad one."""
         listed = _list_prompts(prompts)
         params = self._params_for(listed, sampling_params)
+        return self._accept_all(self._accept_one, listed, params)
+
+    def accept_beams(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
+    ) -> list[Request]:
+        """Beam searches for the prompts, in their order. Raises RequestError for the first bad
+        one."""
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError(f"params must be BeamSearchParams, got {params!r}")
+        listed = _list_prompts(prompts)
+        return self._accept_all(self._accept_beam, listed, [params] * len(listed))
+
+    def _accept_all(
+        self, accept: Callable[..., Request], prompts: Sequence[Prompt], params: Sequence[Any]
+    ) -> list[Request]:
         requests = []
-        for place, (prompt, one) in enumerate(zip(listed, params, strict=True)):
+        for place, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             try:
-                requests.append(self._accept_one(prompt, one, self._num_requests + place))
+                requests.append(accept(prompt, one, self._num_requests + place))
             except RequestError as error:
                 refused = type(error)(f"prompt {place}: {error}")
                 refused.prompt_index = place
@@ -119,6 +142,36 @@ class Intake:
             seed=derived_seed(self._config.seed, ordinal) if seed is None else seed % 2**64,
             root=cache_root(cache_salt=salt, rope_len=len(token_ids) if has_own_rope else 0),
         )
+
+    def _accept_beam(self, prompt: Prompt, params: BeamSearchParams, ordinal: int) -> Request:
+        width, max_num_seqs = params.beam_width, self._config.max_num_seqs or 0
+        if width > max_num_seqs:
+            raise RequestError(
+                f"beam_width={width} exceeds max_num_seqs={max_num_seqs}, the rows that there are; "
+                "lower it, or start the engine with more"
+            )
+        greedy = SamplingParams(temperature=0.0, max_tokens=params.max_tokens, logprobs=0)
+        request = self._accept_one(prompt, greedy, ordinal)
+        prompt_len = len(request.prompt_token_ids)
+        if prompt_len + params.max_tokens > self._max_model_len:
+            raise RequestTooLongError(
+                f"{prompt_len} prompt tokens and max_tokens={params.max_tokens} exceed "
+                f"max_model_len={self._max_model_len}; lower max_tokens to at most "
+                f"{self._max_model_len - prompt_len}"
+            )
+        block_size = self._config.cache.block_size
+        num_shared = prompt_len // block_size
+        num_all = -(-(request.max_len - 1) // block_size)
+        needed = num_shared + width * (num_all - num_shared)
+        if needed > self._num_blocks - 1:
+            raise RequestTooLongError(
+                f"{width} beams of {prompt_len} prompt tokens and up to {params.max_tokens} of "
+                f"output need {needed} blocks, and the pool has {self._num_blocks - 1}; lower "
+                "beam_width or max_tokens, or start the engine with a larger pool"
+            )
+        request.beam_params = params
+        request.samples = [make_group(request)]
+        return request
 
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
         """Text if there is any, token ids, and the salt of the prefix cache."""
@@ -215,13 +268,44 @@ class Intake:
             text=self._text_of(request, sample),
             token_ids=list(sample.output_ids),
             cumulative_logprob=sum(sample.logprobs) if has_logprobs else None,
-            logprobs=self._logprobs_of(sample) if has_logprobs else None,
+            logprobs=self._logprobs_of(sample.output_ids, sample.logprobs)
+            if has_logprobs
+            else None,
             finish_reason=sample.finish_reason,
             stop_reason=sample.stop_reason,
         )
 
-    def _logprobs_of(self, sample: Sample) -> list[dict[int, Logprob]]:
-        pairs = zip(sample.output_ids, sample.logprobs, strict=True)
+    def beams_of(self, request: Request) -> BeamSearchOutput:
+        """What a user gets of a beam search, whatever state it is in."""
+        (group,) = request.samples
+        assert isinstance(group, BeamGroup)
+        return BeamSearchOutput(
+            [self._sequence_of(group, *found) for found in best_sequences(group)]
+        )
+
+    def _sequence_of(
+        self,
+        group: BeamGroup,
+        output_ids: list[int],
+        logprobs: list[float],
+        cum_logprob: float,
+        score: float,
+    ) -> BeamSearchSequence:
+        tokens = group.request.prompt_token_ids + output_ids
+        is_ended = output_ids[-1:] and output_ids[-1] in group.eos_ids and not group.ignores_eos
+        return BeamSearchSequence(
+            tokens=tokens,
+            cum_logprob=cum_logprob,
+            score=score,
+            logprobs=self._logprobs_of(output_ids, logprobs),
+            text=self._decode(tokens, skip_special_tokens=True) if self._tokenizer else None,
+            finish_reason="stop" if is_ended else group.finish_reason,
+        )
+
+    def _logprobs_of(
+        self, output_ids: Sequence[int], logprobs: Sequence[float]
+    ) -> list[dict[int, Logprob]]:
+        pairs = zip(output_ids, logprobs, strict=True)
         return [{t: Logprob(value, None, self._decode([t], False))} for t, value in pairs]
 
     def _text_of(self, request: Request, sample: Sample) -> str:

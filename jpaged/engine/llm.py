@@ -14,12 +14,12 @@ from jpaged.config import EngineConfig, ModelConfig
 from jpaged.engine import compiled
 from jpaged.engine.engine import Engine
 from jpaged.engine.intake import Intake, Prompt
-from jpaged.engine.output import RequestOutput
+from jpaged.engine.output import BeamSearchOutput, RequestOutput
 from jpaged.engine.request import Request
 from jpaged.engine.serving import make_engine, prepare_params
 from jpaged.engine.stats import EngineStats
 from jpaged.errors import ConfigError, RequestError
-from jpaged.sampling_params import SamplingParams
+from jpaged.sampling_params import BeamSearchParams, SamplingParams
 from jpaged.typing import Params
 
 logger = logging.getLogger(__name__)
@@ -99,15 +99,24 @@ class LLM:
         requests and leaves the engine usable.
         """
         requests = self._intake.accept(prompts, sampling_params)
-        try:
-            for request in requests:
-                self._engine.add(request)
-            self._run(requests, use_tqdm=use_tqdm)
-        except BaseException:
-            # Wherever it struck, host and device start again from what the host knows.
-            self._engine.abort_and_restart(requests)
-            raise
+        self._serve(requests, use_tqdm=use_tqdm)
         return [self._intake.output_of(request) for request in requests]
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest continuations of prompts, `params.beam_width` for each, best first.
+
+        Beams share the prompt's blocks and each other's; none computes a token twice. Searches run
+        side by side as far as rows and blocks allow. Raises as `generate` does.
+        """
+        requests = self._intake.accept_beams(prompts, params)
+        self._serve(requests, use_tqdm=use_tqdm)
+        return [self._intake.beams_of(request) for request in requests]
 
     def chat(
         self,
@@ -157,6 +166,16 @@ class LLM:
             )
             for conversation in conversations
         ]
+
+    def _serve(self, requests: Sequence[Request], *, use_tqdm: bool) -> None:
+        try:
+            for request in requests:
+                self._engine.add(request)
+            self._run(requests, use_tqdm=use_tqdm)
+        except BaseException:
+            # Wherever it struck, host and device start again from what the host knows.
+            self._engine.abort_and_restart(requests)
+            raise
 
     def _run(self, requests: Sequence[Request], *, use_tqdm: bool) -> None:
         started, num_output = time.perf_counter(), 0

@@ -35,6 +35,30 @@ class CompletionOutput:
 
 
 @dataclasses.dataclass
+class BeamSearchSequence:
+    """One of the sequences that a beam search found.
+
+    tokens: prompt and output. text: of all of them. cum_logprob: of the output. score: what the
+    sequences are ranked by. logprobs: one dict per output token.
+    """
+
+    tokens: list[int]
+    cum_logprob: float
+    score: float
+    logprobs: list[dict[int, Logprob]]
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclasses.dataclass
+class BeamSearchOutput:
+    """What a beam search found for a prompt: up to beam_width sequences, best first."""
+
+    sequences: list[BeamSearchSequence]
+
+
+@dataclasses.dataclass
 class RequestOutput:
     """A request's prompt and outputs. num_cached_tokens: prompt tokens whose KV was cached."""
 

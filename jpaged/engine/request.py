@@ -9,7 +9,8 @@ import hashlib
 import struct
 from typing import Any, Literal
 
-from jpaged.sampling_params import SamplingParams
+from jpaged.engine.prefix_keys import extend_keys
+from jpaged.sampling_params import BeamSearchParams, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -27,11 +28,13 @@ class Request:
     eos_id: int  # -1: none, or ignored
     seed: int
     root: tuple[int, int, int, int]  # what KV depends on besides tokens and weights
-    samples: list["Sample"] = dataclasses.field(default_factory=list)
+    beam_params: BeamSearchParams | None = None
+    samples: list["Sample"] = dataclasses.field(default_factory=list)  # one of a beam search
     num_cached_tokens: int | None = None  # of the first admission
 
     def __post_init__(self) -> None:
-        self.samples = [Sample(self, index) for index in range(self.params.n)]
+        if self.beam_params is None:
+            self.samples = [Sample(self, index) for index in range(self.params.n)]
 
     @property
     def is_finished(self) -> bool:
@@ -50,12 +53,20 @@ class Sample:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
-    row_id: int | None = None
+    row_ids: list[int] = dataclasses.field(default_factory=list)  # empty while it waits
     context_len: int = 0
     num_blocks: int = 0
     forks: list["Sample"] = dataclasses.field(default_factory=list)  # wait for this one's prompt
     is_tail_shared: bool = False  # its partly filled block may be shared with other samples
     has_left_a_row: bool = False  # so that the next one resumes it
+    _keys: list[bytes] = dataclasses.field(default_factory=list)
+
+    num_rows = 1
+
+    @property
+    def row_id(self) -> int:
+        """The row it sits in; the null row while it waits."""
+        return self.row_ids[0] if self.row_ids else 0
 
     @property
     def token_ids(self) -> list[int]:
@@ -67,9 +78,15 @@ class Sample:
         """Length of prompt and output."""
         return len(self.request.prompt_token_ids) + len(self.output_ids)
 
+    def prefix_keys(self, block_size: int) -> list[bytes]:
+        """Names of its full blocks; none if it does not read the prefix cache."""
+        if self.request.params.reads_prefix_cache:
+            extend_keys(self._keys, self.token_ids, self.request.root, block_size)
+        return self._keys
+
     def leave_row(self) -> None:
         """Forgets everything about the row it sat in."""
-        self.row_id, self.context_len, self.num_blocks = None, 0, 0
+        self.row_ids, self.context_len, self.num_blocks = [], 0, 0
         self.is_tail_shared, self.has_left_a_row = False, True
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
@@ -83,11 +100,17 @@ def derived_seed(engine_seed: int, ordinal: int) -> int:
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
 
 
-def cache_root(*, cache_salt: str | None, rope_len: int) -> tuple[int, int, int, int]:
-    """128 bits that tell apart KV of equal tokens: the request's salt, and the prompt length where
-    rope scaling depends on it (0: it does not). Fields are length-delimited, so none can pass for
-    another."""
-    salt = b"" if cache_salt is None else b"\x01" + cache_salt.encode()
-    data = struct.pack("<QQ", len(salt), rope_len) + salt
+def cache_root(
+    *, cache_salt: str | None, rope_len: int, adapter: str | None = None
+) -> tuple[int, int, int, int]:
+    """128 bits that tell apart KV of equal tokens: the request's salt, its adapter's load identity,
+    and the prompt length where rope scaling depends on it (0: it does not). Fields are
+    length-delimited, so none can pass for another."""
+    # A salt may be any text that Python holds, half a surrogate pair too.
+    salt, name = (
+        b"" if text is None else b"\x01" + text.encode(errors="surrogatepass")
+        for text in (cache_salt, adapter)
+    )
+    data = struct.pack("<QQQ", len(salt), len(name), rope_len) + salt + name
     words: Any = struct.unpack("<4I", hashlib.sha256(data).digest()[:16])
     return words

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from jpaged.core.sampling import STOP_EOS, STOP_LENGTH, STOP_TOKEN
 from jpaged.core.step import STOP_ERROR, StepOutput
+from jpaged.engine.beam_group import BeamGroup
 from jpaged.engine.dispatch import PrefillRow
 from jpaged.engine.request import FinishReason, Sample
 
@@ -31,7 +32,9 @@ def take_prefill(
     find the prompt in the prefix cache."""
     result = PrefillResult([], [], [])
     for place, row in enumerate(rows):
-        if row.parent is None:
+        if isinstance(row.sample, BeamGroup):
+            _advance_group(row, rows, output, block_size)
+        elif row.parent is None:
             _advance(row.sample, int(output.granted[place]), row.num_new, block_size)
         elif output.is_sampled[place] or output.finish_reason[place]:
             _seat_fork(row.sample, rows[row.parent].sample, row.row_id, block_size)
@@ -69,9 +72,24 @@ def _advance(sample: Sample, granted: int, reserved: int, block_size: int) -> No
     sample.context_len += granted
 
 
+def _advance_group(
+    row: PrefillRow, rows: Sequence[PrefillRow], output: StepOutput, block_size: int
+) -> None:
+    """A group advances once, by what each of its rows ran."""
+    group = row.sample
+    assert isinstance(group, BeamGroup)
+    if row.row_id != group.row_id:
+        return
+    granted = {int(output.granted[i]) for i, r in enumerate(rows) if r.sample is group}
+    if len(granted) > 1:
+        raise RuntimeError(f"rows of a beam group ran {sorted(granted)} tokens, not equally many")
+    (num_new,) = granted
+    group.advance(num_new, -(-(group.context_len + num_new) // block_size))
+
+
 def _seat_fork(child: Sample, parent: Sample, row_id: int, block_size: int) -> None:
     parent.forks.remove(child)
-    child.row_id, child.context_len = row_id, parent.context_len
+    child.row_ids, child.context_len = [row_id], parent.context_len
     child.num_blocks = -(-child.context_len // block_size)
     child.is_tail_shared = parent.is_tail_shared = child.context_len % block_size != 0
 

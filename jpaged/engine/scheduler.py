@@ -4,41 +4,26 @@ vLLM V1's rules: running sequences first, in order of arrival, each with the gap
 and its KV; then waiting ones, first come first served and never past one that does not fit. A
 running sequence that finds no block preempts the youngest, and then nobody is admitted in that
 step. Decoding goes in windows of J steps where the blocks suffice, else one step at a time.
+
+Beyond vLLM: a waiting sequence is held back while a running one computes a block that both begin
+with, so that prompts which arrive together compute a common prefix once. Others may pass it.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+
+from jpaged.engine.seq_view import GroupView, Keys, SeqView
+
+View = SeqView | GroupView
 
 
 @dataclasses.dataclass(frozen=True)
-class SeqView:
-    """A sequence as the scheduler sees it. Waiting ones have what the prefix cache would give."""
+class Waiting:
+    """A waiting sequence. keys: of the blocks it would read from the cache; none are never held
+    back. look_up: asks the cache, and gives the view of a sequence that just took a row."""
 
-    num_tokens: int
-    context_len: int
-    num_blocks: int
-    max_len: int
-    is_tail_shared: bool = False
-    num_forks: int = 0  # samples waiting to be forked off when the prompt is read
-    num_free_hits: int = 0  # waiting: cached blocks that are free, and would be taken
-
-    @property
-    def gap(self) -> int:
-        """Tokens without KV."""
-        return self.num_tokens - self.context_len
-
-    @property
-    def is_decoding(self) -> bool:
-        """Whether one more token is all it lacks, so that a window can serve it."""
-        return self.gap == 1 and self.num_forks == 0
-
-    def blocks_needed(self, num_new: int, block_size: int) -> int:
-        """Blocks to take before `num_new` more tokens can be written: growth and copy on write."""
-        if num_new == 0:
-            return 0
-        grow = -(-(self.context_len + num_new) // block_size) - self.num_blocks
-        copy = self.is_tail_shared and self.context_len % block_size != 0
-        return max(grow, 0) + copy
+    look_up: Callable[[], View]
+    keys: Keys = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +36,7 @@ class Limits:
     free_rows: int
     free_blocks: int
     long_prefill_token_threshold: int = 0
+    watermark_blocks: int = 0  # kept free by admissions while others run
     may_admit: bool = True
 
 
@@ -65,42 +51,47 @@ class Prefill:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The next dispatches: admissions, then one step of prefill, then one window of decoding.
+    """The next dispatches: admissions, one step of prefill, one window of decoding, one of beams.
 
     With `preempt` set, nothing else is: the youngest running sequence must give up its row, and
     then a new plan is made.
     """
 
     preempt: bool = False
-    num_admitted: int = 0  # from the front of the waiting list
+    admitted: tuple[int, ...] = ()  # indices into the waiting list
     prefill: tuple[Prefill, ...] = ()
     decode: tuple[int, ...] = ()  # indices into the running list
     num_steps: int = 1
+    beams: tuple[int, ...] = ()  # indices into the running list
+    num_beam_steps: int = 1
 
 
-def plan(running: Sequence[SeqView], waiting: Sequence[SeqView], limits: Limits) -> Plan:
+def plan(running: Sequence[View], waiting: Iterable[Waiting], limits: Limits) -> Plan:
     """The next plan. Raises nothing: what does not fit waits, or is preempted."""
     left = _Left(limits)
-    prefill, decode = [], []
+    prefill, decode, beams = [], [], []
     for index, seq in enumerate(running):
-        num_new = left.share(seq.gap)
+        num_new = left.share(seq)
         if not left.take(seq.blocks_needed(num_new, limits.block_size)):
             return Plan(preempt=True)
         left.tokens -= num_new
         if num_new and seq.is_decoding:
-            decode.append(index)
+            (beams if isinstance(seq, GroupView) else decode).append(index)
         elif num_new:
             prefill.append(_prefill(index, seq, num_new, left))
 
-    num_admitted = 0
-    for seq in waiting if limits.may_admit else ():
-        num_new = left.share(seq.gap)
-        if not num_new or not left.rows or not left.admit(seq, num_new):
-            break
-        prefill.append(_prefill(len(running) + num_admitted, seq, num_new, left))
-        num_admitted += 1
-    num_steps = _window([running[index] for index in decode], left, limits)
-    return Plan(False, num_admitted, tuple(prefill), tuple(decode), num_steps)
+    admitted = _admit(running, waiting, left, prefill) if limits.may_admit else []
+    num_steps, num_beam_steps = (
+        _window([running[index] for index in rows], left, limits) for rows in (decode, beams)
+    )
+    return Plan(
+        admitted=tuple(admitted),
+        prefill=tuple(prefill),
+        decode=tuple(decode),
+        num_steps=num_steps,
+        beams=tuple(beams),
+        num_beam_steps=num_beam_steps,
+    )
 
 
 @dataclasses.dataclass
@@ -116,10 +107,10 @@ class _Left:
         self.tokens = self.limits.max_num_batched_tokens
         self.blocks, self.rows = self.limits.free_blocks, self.limits.free_rows
 
-    def share(self, gap: int) -> int:
-        """Tokens of a gap that fit this step."""
+    def share(self, seq: View) -> int:
+        """Tokens of its gap that fit this step."""
         threshold = self.limits.long_prefill_token_threshold
-        return min(gap, self.tokens, threshold or gap)
+        return seq.round_down(min(seq.gap, self.tokens, threshold or seq.gap))
 
     def take(self, num_blocks: int) -> bool:
         if num_blocks > self.blocks:
@@ -127,31 +118,56 @@ class _Left:
         self.blocks -= num_blocks
         return True
 
-    def admit(self, seq: SeqView, num_new: int) -> bool:
+    def admit(self, seq: View, num_new: int, *, is_first: bool) -> bool:
         """Seats a sequence if all its tokens fit, but takes only this step's blocks."""
         block_size = self.limits.block_size
-        whole = seq.blocks_needed(seq.gap, block_size) + seq.num_free_hits
-        if whole > self.blocks:
+        reserve = 0 if is_first else self.limits.watermark_blocks
+        whole = seq.blocks_to_start(block_size) + seq.num_free_hits
+        if whole + reserve > self.blocks:
             return False
         self.take(seq.blocks_needed(num_new, block_size) + seq.num_free_hits)
         self.tokens -= num_new
-        self.rows -= 1
+        self.rows -= seq.num_rows
         return True
 
 
-def _prefill(index: int, seq: SeqView, num_new: int, left: _Left) -> Prefill:
+def _admit(
+    running: Sequence[View], waiting: Iterable[Waiting], left: _Left, prefill: list[Prefill]
+) -> list[int]:
+    """Admits from the waiting list what is not held back, up to the first that does not fit."""
+    block_size = left.limits.block_size
+    admitted: list[int] = []
+    in_progress = {key for seq in running for key in seq.pending_keys(block_size)}
+    for place, candidate in enumerate(waiting):
+        if not left.rows or not left.tokens:
+            break
+        if not in_progress.isdisjoint(candidate.keys):
+            continue
+        seq = candidate.look_up()
+        num_new = left.share(seq)
+        is_first = not (running or admitted)
+        # A group that starts ready to choose computes its first token in the next plan's window.
+        if seq.num_rows > left.rows or not left.admit(seq, num_new, is_first=is_first):
+            break
+        in_progress.update(seq.pending_keys(block_size))
+        index = len(running) + len(admitted)
+        admitted.append(place)
+        if num_new and not (isinstance(seq, GroupView) and seq.is_decoding):
+            prefill.append(_prefill(index, seq, num_new, left))
+    return admitted
+
+
+def _prefill(index: int, seq: View, num_new: int, left: _Left) -> Prefill:
     num_forks = min(seq.num_forks, left.rows) if num_new == seq.gap else 0
     left.rows -= num_forks
     return Prefill(index, num_new, num_forks)
 
 
-def _window(decoding: Sequence[SeqView], left: _Left, limits: Limits) -> int:
+def _window(ready: Sequence[View], left: _Left, limits: Limits) -> int:
     """J if the blocks for it are there and some row can use it, else 1."""
-    J = limits.num_decode_steps
-    useful = max((seq.max_len - seq.num_tokens for seq in decoding), default=1)
+    J, block_size = limits.num_decode_steps, limits.block_size
+    useful = max((seq.steps_left for seq in ready), default=1)
     extra = sum(
-        seq.blocks_needed(min(J, seq.max_len - seq.num_tokens), limits.block_size)
-        - seq.blocks_needed(1, limits.block_size)
-        for seq in decoding
+        seq.window_blocks(J, block_size) - seq.window_blocks(1, block_size) for seq in ready
     )
-    return J if useful > 1 and extra <= left.blocks else 1
+    return J if useful > 1 and left.take(extra) else 1

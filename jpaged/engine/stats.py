@@ -25,6 +25,7 @@ class EngineStats:
     num_windows: int = 0
     num_decode_tokens: int = 0
     num_window_tokens: int = 0
+    num_beam_windows: int = 0
     first_token_at: float | None = None
 
     def count_admission(self, sample: Sample, num_cached: int) -> None:

@@ -33,7 +33,9 @@ MODEL = ModelConfig.from_hf(
 )
 
 
-def make_counting_engine(num_blocks: int = 64, **options) -> tuple[Engine, Intake]:
+def make_counting_engine(
+    num_blocks: int = 64, *, eos_ids: list[int] | None = None, **options
+) -> tuple[Engine, Intake]:
     """Engine and intake with block size 4, 6 rows and 64 tokens a request unless told otherwise."""
     defaults = {"block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 16}
     config = EngineConfig.from_options(**(defaults | options)).resolved(MODEL, "cpu")
@@ -48,7 +50,8 @@ def make_counting_engine(num_blocks: int = 64, **options) -> tuple[Engine, Intak
         )
 
     engine = Engine(counting_forward, counting_params(), config, make_state)
-    return engine, Intake(MODEL, config, num_blocks, None, {}, use_defaults=False)
+    generation_config = {"eos_token_id": eos_ids} if eos_ids else {}
+    return engine, Intake(MODEL, config, num_blocks, None, generation_config, use_defaults=False)
 
 
 def greedy(max_tokens: int, **fields) -> SamplingParams:

@@ -18,7 +18,7 @@ PROMPTS = [[(i * 7 + j * j) % 50 for j in range(n)] for i, n in enumerate((1, 3,
 
 
 def free_blocks_at_rest(engine) -> int:
-    check_invariants(engine._state)
+    check_invariants(engine._device.state)
     return engine.num_free_blocks
 
 

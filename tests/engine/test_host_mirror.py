@@ -129,17 +129,17 @@ class EngineLife(RuleBasedStateMachine):
         assert self.engine.num_free_blocks == self.engine.num_blocks - 1
 
     def _check_mirror(self) -> None:
-        engine, state = self.engine, self.engine._live_state
+        engine, state = self.engine, self.engine._device.state
         check_invariants(state)
         rows, ref_count = jax.device_get((state.rows, state.pool.ref_count))
         assert engine.num_free_blocks == int((ref_count == 0).sum())
-        seated = {sample.row_id for sample in engine._running}
-        assert len(seated) == len(engine._running)
-        assert sorted([*seated, *engine._free_rows]) == list(range(1, rows.num_tokens.size))
+        seated = {sample.row_id for sample in engine.roster.running}
+        assert len(seated) == len(engine.roster.running)
+        assert sorted([*seated, *engine.roster._free_rows]) == list(range(1, rows.num_tokens.size))
         assert np.flatnonzero(rows.num_blocks).tolist() == sorted(
-            sample.row_id for sample in engine._running if sample.num_blocks
+            sample.row_id for sample in engine.roster.running if sample.num_blocks
         )
-        for sample in engine._running:
+        for sample in engine.roster.running:
             self._check_row(sample, rows, ref_count)
         for request in self.live:
             for sample in request.samples:

@@ -19,7 +19,10 @@ PARAMS = [
     SamplingParams(temperature=1.0, n=3, seed=1, max_tokens=6),
     greedy(3),
 ]
-FILES = tuple(f"/jpaged/engine/{name}.py" for name in ("engine", "results", "request", "dispatch"))
+FILES = tuple(
+    f"/jpaged/engine/{name}.py"
+    for name in ("engine", "device", "roster", "lookups", "results", "request", "dispatch")
+)
 
 
 @pytest.fixture
@@ -65,8 +68,8 @@ def check_usable(llm: LLM, wanted: list[list[int]]) -> None:
     engine = llm.engine
     assert not engine.has_unfinished
     assert engine.num_free_blocks == engine.num_blocks - 1
-    assert sorted(engine._free_rows) == [1, 2, 3, 4]
-    check_invariants(engine._live_state)
+    assert sorted(engine.roster._free_rows) == [1, 2, 3, 4]
+    check_invariants(engine._device.state)
 
 
 def test_an_interrupt_at_any_line_leaves_a_usable_engine(llm):
@@ -87,7 +90,7 @@ def test_a_second_interrupt_while_the_state_is_made_anew(llm, monkeypatch):
 
     wanted = generate(llm)
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine, "_make_state", interrupted)
+        patch.setattr(llm.engine._device, "_make_state", interrupted)
         with Interrupt(700), pytest.raises(KeyboardInterrupt):
             generate(llm)
         with pytest.raises(KeyboardInterrupt):
@@ -132,4 +135,4 @@ def test_a_closed_engine_takes_no_weights(llm):
     llm.close()
     with pytest.raises(EngineClosedError):
         llm.engine.update_params(counting_params(1))
-    assert not llm.engine._params
+    assert not llm.engine._device.params

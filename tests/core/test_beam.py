@@ -1,0 +1,164 @@
+"""Beam windows against beam search one sequence at a time."""
+
+import functools as ft
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jpaged.core.beam import (
+    HF_FALSE,
+    HF_NEVER,
+    HF_TRUE,
+    VLLM,
+    Beams,
+    beam_window,
+    blocks_wanted,
+    empty_hypotheses,
+    first_beams,
+    spread,
+)
+from jpaged.core.block_pool import num_free
+from jpaged.core.step import STATUS_OK
+from tests.core.scripted import next_logits
+from tests.core.small_core import (
+    Request,
+    check,
+    fragile_forward,
+    fragile_params,
+    fresh,
+    let_go,
+    run,
+    seat,
+)
+from tests.oracles.beam_search import hf_beam_search, vllm_beam_search
+
+EARLY_STOPPING = {HF_FALSE: False, HF_TRUE: True, HF_NEVER: "never"}
+NUM_EOS, MAX_TOKENS = 2, 8
+
+_window = jax.jit(
+    ft.partial(beam_window, forward=fragile_forward),
+    static_argnames=("num_steps", "num_candidates"),
+)
+_wanted = jax.jit(blocks_wanted, static_argnames="num_steps")
+_spread = jax.jit(spread)
+
+
+def logprobs_after(tokens: list[int]) -> np.ndarray:
+    logits = next_logits(tokens)
+    return logits - np.log(np.sum(np.exp(logits)))
+
+
+def make_beams(row_ids: list[list[int]], max_lens: list[int], **fields) -> Beams:
+    (G, W) = np.shape(row_ids)
+    per_group = {"length_penalty": 1.0, "rule": VLLM, "ignores_eos": False} | fields
+    eos_ids = per_group.pop("eos_ids", ())
+    dtypes = {"length_penalty": jnp.float32, "rule": jnp.int32, "ignores_eos": jnp.bool_}
+    return Beams(
+        row_ids=jnp.array(row_ids, jnp.int32),
+        live=first_beams(G, W, MAX_TOKENS),
+        finished=empty_hypotheses(G, W, MAX_TOKENS),
+        is_done=jnp.zeros(G, bool),
+        max_len=jnp.array(max_lens, jnp.int32),
+        eos_ids=jnp.array([[*eos_ids, -1, -1][:NUM_EOS]] * G, jnp.int32),
+        **{name: jnp.full(G, value, dtypes[name]) for name, value in per_group.items()},
+    )
+
+
+def window(state, beams, num_steps, *, params=None):
+    W = beams.row_ids.shape[1]
+    num_candidates = (1 + NUM_EOS) * W
+    state, beams, output = _window(
+        params or fragile_params(),
+        state,
+        beams,
+        num_steps=num_steps,
+        num_candidates=num_candidates,
+    )
+    return check(state), beams, jax.device_get(output)
+
+
+def start(state, prompts: list[list[int]], rows: list[list[int]]):
+    """Seats prompts in the first rows of their groups, all but the last token read."""
+    for prompt, (leader, *_) in zip(prompts, rows, strict=True):
+        state, _ = seat(state, Request(leader, prompt))
+        while len(prompt) - 1 > state.rows.context_len[leader]:
+            left = len(prompt) - 1 - int(state.rows.context_len[leader])
+            state, _ = run(state, [leader], limits=[left])
+    return state
+
+
+def results(beams: Beams, group: int) -> list[tuple[list[int], float, float]]:
+    """Finished and, under vLLM's rule, live sequences, best first."""
+    found = []
+    for kind in (beams.finished, beams.live) if beams.rule[group] == VLLM else (beams.finished,):
+        kind = jax.device_get(kind)
+        for w in np.flatnonzero(kind.score[group] > -np.inf):
+            tokens = kind.token_ids[group, w, : kind.lengths[group, w]].tolist()
+            cum = float(kind.cum_logprob[group, w])
+            assert cum == pytest.approx(kind.logprobs[group, w].sum(), abs=1e-5)
+            found.append((tokens, cum, float(kind.score[group, w])))
+    found.sort(key=lambda one: -one[2])
+    return found[: beams.row_ids.shape[1]]
+
+
+def oracle(prompt, width, max_tokens, *, rule, eos_ids, length_penalty, ignores_eos=False):
+    options = {"eos_ids": eos_ids, "length_penalty": length_penalty}
+    if rule == VLLM:
+        options["ignore_eos"] = ignores_eos
+        return vllm_beam_search(logprobs_after, prompt, width, max_tokens, **options)
+    options["early_stopping"] = EARLY_STOPPING[rule]
+    return hf_beam_search(logprobs_after, prompt, width, max_tokens, **options)
+
+
+def assert_found(got, want) -> None:
+    assert [tokens for tokens, *_ in got] == [tokens for tokens, *_ in want]
+    np.testing.assert_allclose([one[1:] for one in got], [one[1:] for one in want], atol=1e-4)
+
+
+tokens = st.lists(st.integers(0, 49), min_size=1, max_size=11)
+
+
+@settings(max_examples=60)
+@given(
+    prompts=st.lists(tokens, min_size=2, max_size=2),
+    width=st.sampled_from([1, 3, 4]),
+    max_tokens=st.integers(1, MAX_TOKENS),
+    num_steps=st.sampled_from([1, 3, 8]),
+    rule=st.sampled_from([VLLM, HF_FALSE, HF_TRUE, HF_NEVER]),
+    eos_ids=st.lists(st.integers(0, 49), min_size=NUM_EOS, max_size=NUM_EOS, unique=True),
+    length_penalty=st.sampled_from([0.0, 1.0, 2.0, -1.0]),
+    ignores_eos=st.booleans(),
+)
+def test_windows_find_what_the_rules_say(
+    prompts, width, max_tokens, num_steps, rule, eos_ids, length_penalty, ignores_eos
+):
+    """Two groups at a time; no window takes more blocks than it announced, none copies more than
+    it must, and every block is free in the end."""
+    if rule != VLLM:
+        ignores_eos = False
+    rows = [list(range(1, 1 + width)), list(range(5, 5 + width))]
+    state = start(fresh(), prompts, rows)
+    options = {"rule": rule, "eos_ids": eos_ids, "length_penalty": length_penalty}
+    beams = make_beams(
+        rows, [len(p) + max_tokens for p in prompts], ignores_eos=ignores_eos, **options
+    )
+    num_windows = 0
+    while not np.all(beams.is_done):
+        wanted = int(
+            np.sum(np.where(beams.is_done, 0, _wanted(state.rows, beams, num_steps=num_steps)))
+        )
+        before = int(num_free(state.pool))
+        state, beams, output = window(state, beams, num_steps)
+        assert (output.status == STATUS_OK).all()
+        assert before - output.num_free_blocks <= wanted
+        num_windows += 1
+    assert num_windows <= -(-max_tokens // num_steps)
+    for group, prompt in enumerate(prompts):
+        want = oracle(prompt, width, max_tokens, ignores_eos=ignores_eos, **options)
+        assert_found(results(beams, group), want)
+    state = let_go(let_go(state, 1, 2, 3, 4), 5, 6, 7, 8)
+    assert int(num_free(state.pool)) == fresh().pool.ref_count.size - 1

@@ -1,0 +1,116 @@
+"""Beam search in the engine, on a model whose every logit is known, against plain searches."""
+
+import numpy as np
+import pytest
+
+from jpaged.core.state import check_invariants
+from jpaged.errors import RequestTooLongError
+from jpaged.sampling_params import BeamSearchParams
+from tests.core.scripted import next_logits
+from tests.engine.counting import expected, greedy, make_counting_engine, run
+from tests.oracles.beam_search import hf_beam_search, vllm_beam_search
+
+PROMPTS = [[(i * 7 + j * j) % 50 for j in range(n)] for i, n in enumerate((1, 8, 9, 17, 4, 30, 12))]
+EOS_IDS = [7, 23, 31]
+
+
+def logprobs_after(tokens: list[int]) -> np.ndarray:
+    logits = next_logits(tokens)
+    return logits - np.log(np.sum(np.exp(logits)))
+
+
+def oracle(prompt: list[int], params: BeamSearchParams) -> list[tuple[list[int], float, float]]:
+    options = {"eos_ids": EOS_IDS, "length_penalty": params.length_penalty}
+    size = (params.beam_width, params.max_tokens)
+    if params.early_stopping is None:
+        options["ignore_eos"] = params.ignore_eos
+        return vllm_beam_search(logprobs_after, prompt, *size, **options)
+    options["early_stopping"] = params.early_stopping
+    options["eos_ids"] = () if params.ignore_eos else EOS_IDS
+    return hf_beam_search(logprobs_after, prompt, *size, **options)
+
+
+def assert_found(intake, request) -> None:
+    """What was found is what the plain search finds."""
+    prompt = request.prompt_token_ids
+    want = oracle(prompt, request.beam_params)
+    got = intake.beams_of(request).sequences
+    assert [one.tokens for one in got] == [prompt + tokens for tokens, *_ in want]
+    scores = [(one.cum_logprob, one.score) for one in got]
+    np.testing.assert_allclose(scores, [one[1:] for one in want], atol=1e-4)
+
+
+def make_engine(num_blocks: int = 64, **options):
+    return make_counting_engine(num_blocks, eos_ids=EOS_IDS, **options)
+
+
+def assert_at_rest(engine) -> None:
+    check_invariants(engine._device.state)
+    assert not engine.has_unfinished
+    assert engine.num_free_blocks == engine.num_blocks - 1
+
+
+@pytest.mark.parametrize("early_stopping", [None, False, True, "never"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_decode_steps": 1, "max_num_batched_tokens": 7},
+        {"num_blocks": 17, "num_decode_steps": 3},
+        {"num_blocks": 17, "enable_prefix_caching": False},
+        {"max_num_seqs": 3},
+    ],
+    ids=str,
+)
+def test_searches_find_what_plain_ones_find(options, early_stopping):
+    engine, intake = make_engine(**options)
+    params = BeamSearchParams(beam_width=3, max_tokens=11, early_stopping=early_stopping)
+    requests = intake.accept_beams(PROMPTS, params)
+    run(engine, requests)
+    for request in requests:
+        assert_found(intake, request)
+    assert_at_rest(engine)
+    if "num_blocks" in options:
+        assert engine.stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize("width", [1, 2, 6])
+def test_any_width_in_one_batch_with_samples(width):
+    engine, intake = make_engine()
+    beams = intake.accept_beams(PROMPTS[:3], BeamSearchParams(beam_width=width, max_tokens=9))
+    wide = intake.accept_beams(PROMPTS[3:5], BeamSearchParams(beam_width=4, max_tokens=5))
+    plain = intake.accept(PROMPTS, greedy(9, ignore_eos=True))
+    run(engine, [*plain[:3], *beams, *plain[3:], *wide])
+    for request in (*beams, *wide):
+        assert_found(intake, request)
+    assert [r.samples[0].output_ids for r in plain] == [expected(p, 9) for p in PROMPTS]
+    assert_at_rest(engine)
+
+
+def test_the_prompt_is_computed_once_and_dispatches_are_few():
+    engine, intake = make_engine(num_decode_steps=4)
+    requests = intake.accept_beams(PROMPTS[3], BeamSearchParams(beam_width=6, max_tokens=10))
+    run(engine, requests)
+    assert_found(intake, requests[0])
+    # All but the last prompt token in prefill; that one in the first window.
+    assert engine.stats.num_prefill_tokens == len(PROMPTS[3]) - 1
+    assert engine.stats.num_beam_windows == -(-10 // 4)
+
+
+@pytest.mark.parametrize(("prompt_len", "max_tokens"), [(3, 6), (4, 1), (4, 9), (5, 2), (8, 6)])
+def test_a_pool_that_holds_one_search_finishes_all(prompt_len, max_tokens):
+    """Exactly the blocks that the intake asks for: one less, and the request is refused."""
+    width, block_size = 3, 4
+    num_shared, num_all = prompt_len // block_size, -(-(prompt_len + max_tokens - 1) // block_size)
+    needed = num_shared + width * (num_all - num_shared)
+    prompts = [[i + 3 * j for j in range(prompt_len)] for i in range(3)]
+    params = BeamSearchParams(beam_width=width, max_tokens=max_tokens)
+    engine, intake = make_engine(num_blocks=needed + 1)
+    requests = intake.accept_beams(prompts, params)
+    run(engine, requests)
+    for request in requests:
+        assert_found(intake, request)
+    assert_at_rest(engine)
+    _, small = make_engine(num_blocks=needed)
+    with pytest.raises(RequestTooLongError, match="larger pool"):
+        small.accept_beams(prompts, params)
