@@ -1,6 +1,7 @@
 """The command line: what it reads, what it writes, and what it says of bad input."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -128,6 +129,111 @@ def test_a_stop_token_ends_an_output(write, tmp_path: Path):
     assert (one["finish_reason"], one["stop_reason"]) == ("stop", stop)
 
 
+def test_auto_takes_the_longest_context_that_the_pool_holds(write, tmp_path: Path, capsys):
+    out = tmp_path / "out.jsonl"
+    options = ["--out", out, "--temperature", 0, "--max-tokens", 4, "--block-size", 16]
+    pool = ["--max-model-len", "auto", "--num-gpu-blocks-override", 4]
+    assert generate(write("Hello"), *options, *pool) == 0
+    told = capsys.readouterr().err
+    assert "max_model_len auto: 48 tokens" in told
+    assert "Maximum concurrency for 48 tokens per request: 1.33x" in told
+    assert len(answers(out)[0]["outputs"][0]["token_ids"]) == 4
+    prompts = write({"prompt_token_ids": [1] * 48})
+    assert generate(prompts, *pool, "--kv-cache-memory-bytes", "1G") == cli.BAD_INPUT
+    assert "max_model_len=48" in capsys.readouterr().err
+
+
+# --- plan ---
+
+
+def test_a_plan_is_a_table_or_a_line_of_json(capsys):
+    argv = ["plan", str(MODEL / "config.json"), "--device", "A100-40g", "--max-model-len", "0.2k"]
+    assert cli.main(argv) == 0
+    table = capsys.readouterr().out
+    assert "1 x A100-40g of 39.4 GiB" in table
+    assert table.endswith("It fits.\n")
+    assert cli.main([*argv, "--json"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    plan = json.loads(line)
+    assert (plan["fits"], plan["max_model_len"]) == (True, 200)
+    assert f"{plan['num_blocks']:,}" in table
+
+
+def test_a_plan_takes_the_engines_options_and_the_devices(capsys):
+    options = {
+        "--device": "24G",
+        "--tensor-parallel-size": "2",
+        "--pipeline-parallel-size": "2",
+        "--kv-cache-dtype": "fp8_e4m3",
+        "--dtype": "half",
+        "--max-model-len": "auto",
+        "--max-num-seqs": "8",
+        "--max-num-batched-tokens": "1K",
+        "--block-size": "32",
+        "--gpu-memory-utilization": "0.5",
+        "--num-gpu-blocks-override": "5",
+        "--kv-cache-memory-bytes": "1G",
+    }
+    argv = ["plan", MODEL, "--json", *(part for flag in options.items() for part in flag)]
+    assert cli.main([str(arg) for arg in argv]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["hardware"] == {
+        "device": "24G",
+        "device_bytes": 24 * 2**30,
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 2,
+        "dtype": "float16",
+        "kv_dtype": "fp8",
+    }
+    assert plan["requested_bytes"] == 12 * 2**30
+    assert (plan["num_blocks"], plan["max_model_len"], plan["block_size"]) == (5, 128, 32)
+    assert (plan["max_num_seqs"], plan["max_num_batched_tokens"]) == (8, 1024)
+
+
+def test_a_plan_that_does_not_fit_has_its_own_code(capsys):
+    assert cli.main(["plan", str(MODEL), "--device", "1m"]) == cli.DOES_NOT_FIT
+    told = capsys.readouterr().out
+    assert "It does not fit: a device lacks" in told
+    assert "This alone makes room: --device t4" in told
+
+
+def test_a_plan_starts_no_backend_and_reads_no_weights(tmp_path: Path):
+    config = tmp_path / "config.json"
+    config.write_text((MODEL / "config.json").read_text())
+    gguf = ROOT / "tests" / "fixtures" / "formats" / "gguf_q4_1"
+    for model in (config, tmp_path, gguf):
+        command = [sys.executable, "-m", "jpaged.cli", "plan", model, "--device", "l4"]
+        env = {**os.environ, "JAX_PLATFORMS": "none_such"}  # a backend could not start
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
+        assert done.returncode == 0, done.stderr
+        assert "It fits." in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--device", "a100"], "device='a100' is unknown; there are t4, "),
+        (["--device", "l4", "--tensor-parallel-size", "3"], "tensor_parallel_size=3 does not"),
+        (["--device", "l4", "--tensor-parallel-size", "0"], "must be a whole number from 1"),
+        (["--device", "l4", "--kv-cache-dtype", "int3"], "dtype='int3' is not one of"),
+        (["--device", "l4", "--max-model-len", "1m"], "max_model_len=1000000 exceeds the"),
+        ([], "the following arguments are required: --device"),
+    ],
+)
+def test_a_plan_that_can_not_be_made_says_why(capsys, options: list[str], told: str):
+    assert told in refusal(capsys, "plan", MODEL, *options)
+
+
+def test_a_plan_needs_a_config(capsys, tmp_path: Path):
+    assert "does not exist" in refusal(capsys, "plan", tmp_path / "none", "--device", "l4")
+    assert "is no model" in refusal(capsys, "plan", tmp_path, "--device", "l4")
+    (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
+    assert "BertModel" in refusal(capsys, "plan", tmp_path, "--device", "l4")
+    quantized = '{"architectures": ["LlamaForCausalLM"], "quantization_config": {}}'
+    (tmp_path / "config.json").write_text(quantized.replace("{}", '{"quant_method": "awq"}'))
+    assert "awq" in refusal(capsys, "plan", tmp_path / "config.json", "--device", "l4")
+
+
 # --- bad input ---
 
 
@@ -187,7 +293,9 @@ def test_bad_prompt_files_are_refused(tmp_path: Path, capsys, name, content, tol
         (["--block-size", "0"], "block_size must be from 1 to 256, got 0"),
         (["--block-size", "many"], "argument --block-size: invalid int value: 'many'"),
         (["--max-model-len", "1.5K"], "'1.5K' is no size"),
-        (["--max-model-len", "-2"], "--max-model-len"),
+        (["--max-model-len", "-2"], "argument --max-model-len: '-2' is no size"),
+        (["--max-model-len", "most"], "'most' is no size"),
+        (["--gpu-memory-utilization", "1.5"], "gpu_memory_utilization must be above 0"),
         (["--implementation", "magic"], "implementation='magic' is unknown"),
         (["--temperature", "nan"], "temperature must be from 0 to 2, got nan"),
         (["--n", "0"], "n must be from 1"),
@@ -244,6 +352,23 @@ def test_ctrl_c_is_no_traceback(write, capsys, monkeypatch):
 )
 def test_sizes_are_read_as_vllm_reads_them(text: str, size: int):
     assert cli_options.read_size(text) == size
+
+
+@pytest.mark.parametrize(("text", "length"), [("auto", "auto"), ("-1", "auto"), ("4K", 4096)])
+def test_the_longest_context_may_be_left_to_the_pool(text: str, length: int | str):
+    argv = ["bench", "throughput", "--model", "m", "--workload", "w.jsonl"]
+    options = cli.engine_options([*argv, "--max-model-len", text])
+    assert jpaged.EngineConfig.from_options(**options).max_model_len == length
+
+
+def test_jax_is_to_reserve_what_the_engine_is_to_use(write, monkeypatch, capsys):
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.setenv(name, "")  # and not deleted, so that it is put back
+    argv = ["generate", "no/such/model", "--prompts", str(write("Hi"))]
+    assert cli.main([*argv, "--gpu-memory-utilization", "0.5"]) == cli.BAD_INPUT
+    assert os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.5"
+    assert cli.main(argv) == cli.BAD_INPUT  # what is set stays
+    assert os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.5"
 
 
 def test_every_engine_option_of_the_command_line_is_one_of_the_configs():

@@ -59,7 +59,7 @@ def test_what_is_measured_is_what_the_engine_calls(params):
     real_step = compiled.run_step.lower(
         serving,
         empty_state(),
-        pack_step((), 8),
+        pack_step((), 4),
         forward=forward,
         num_tokens=32,
         num_decode_rows=0,
