@@ -129,7 +129,8 @@ def _add_capacity_options(group: Any) -> None:
         group,
         "--gpu-memory-utilization",
         float,
-        "share of a GPU's memory to use (default 0.92); a CPU gives a share of its memory",
+        "share of a GPU's memory to use (default 0.92); a CPU gives 0.05 of its memory to the KV "
+        "cache, or up to half of it where one request needs as much",
     )
     _add(
         group,

@@ -35,13 +35,16 @@ def _memory(plan: Plan) -> Iterator[str]:
         _gib(plan.activation_bytes),
     )
     yield _line("tokens and block tables", _gib(plan.rows_bytes))
-    yield _line("left to the KV cache", _gib(max(plan.requested_bytes - used, 0)))
-    yield _line("KV cache", _gib(plan.kv_cache_bytes))
+    yield _line("left", _gib(max(plan.requested_bytes - used, 0)))
+    yield _line("KV cache (the size of one of its arrays stays free)", _gib(plan.kv_cache_bytes))
 
 
 def _cache(plan: Plan) -> Iterator[str]:
     yield "KV cache"
-    yield _line("bytes per token, on all devices together", f"{plan.kv_bytes_per_token:,}")
+    yield _line("bytes per token", f"{plan.kv_bytes_per_token:,}")
+    per_device = max(stage.block_bytes for stage in plan.stages) // plan.block_size
+    if per_device != plan.kv_bytes_per_token:
+        yield _line("on one device", f"{per_device:,}")
     yield _line(f"blocks of {plan.block_size} tokens", f"{plan.num_blocks:,}")
     yield _line("tokens", f"{plan.kv_cache_tokens:,}")
     yield _line(
