@@ -14,7 +14,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import jpaged
@@ -27,8 +26,8 @@ from jpaged.cli_options import (
     add_plan_options,
     add_prompt_options,
     add_sampling_options,
+    add_workload_options,
     given,
-    output_path,
     positive,
     read_size,
 )
@@ -87,12 +86,13 @@ def _parser() -> argparse.ArgumentParser:
     benches = bench.add_subparsers(required=True, metavar="WHAT")
     throughput = benches.add_parser("throughput", help="tokens/s of a workload, as a line of JSON")
     throughput.set_defaults(run=_bench_throughput)
-    throughput.add_argument("--model", required=True, help="a Hugging Face directory or GGUF file")
-    throughput.add_argument("--workload", required=True, type=Path, help="a .jsonl file")
     throughput.add_argument("--reps", type=positive, default=1, help="measured runs (default 1)")
-    throughput.add_argument("--limit", type=positive, help="only the first requests")
-    throughput.add_argument("--json-out", type=output_path, help="append the line to this file")
-    add_engine_options(throughput)
+    memory = benches.add_parser("memory", help="waste and sharing of the KV cache, as JSON")
+    memory.set_defaults(run=_bench_memory)
+    memory.add_argument("--beam-width", type=positive, help="beam searches instead of samples")
+    for parsed in (throughput, memory):
+        add_workload_options(parsed)
+        add_engine_options(parsed)
     return parser
 
 
@@ -274,14 +274,31 @@ def _device_bytes(name: str) -> int:
 
 def _bench_throughput(args: argparse.Namespace, started: float) -> None:
     del started
-    options = given(args, ENGINE_NAMES)
-    EngineConfig.from_options(**options)
-
-    _let_allocator_have(options)
+    options = _bench_options(args)
     from jpaged.bench.throughput import measure, read_workload
 
     workload = read_workload(args.workload, args.limit)
-    result = measure(args.model, workload, reps=args.reps, options=options)
+    _print_result(args, measure(args.model, workload, reps=args.reps, options=options))
+
+
+def _bench_memory(args: argparse.Namespace, started: float) -> None:
+    del started
+    options = _bench_options(args)
+    from jpaged.bench.memory import measure
+    from jpaged.bench.throughput import read_workload
+
+    workload = read_workload(args.workload, args.limit)
+    _print_result(args, measure(args.model, workload, beam_width=args.beam_width, options=options))
+
+
+def _bench_options(args: argparse.Namespace) -> dict[str, Any]:
+    options = given(args, ENGINE_NAMES)
+    EngineConfig.from_options(**options)
+    _let_allocator_have(options)
+    return options
+
+
+def _print_result(args: argparse.Namespace, result: dict[str, Any]) -> None:
     line = json.dumps({"workload": args.workload.stem, **result})
     print(line, flush=True)
     if args.json_out is not None:

@@ -69,6 +69,14 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     _add(group, "--ignore-eos", None, "go on after the end of sequence", action="store_true")
 
 
+def add_workload_options(parser: argparse.ArgumentParser) -> None:
+    """What a benchmark runs, and where its line of JSON goes besides stdout."""
+    parser.add_argument("--model", required=True, help="a Hugging Face directory or GGUF file")
+    parser.add_argument("--workload", required=True, type=Path, help="a .jsonl file")
+    parser.add_argument("--limit", type=positive, help="only the first requests")
+    parser.add_argument("--json-out", type=output_path, help="append the line to this file")
+
+
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Fields of `EngineConfig` and its cache."""
     group = parser.add_argument_group("engine", "Sizes may be written as 1k (1000) or 1K (1024).")
@@ -138,6 +146,7 @@ def _add_capacity_options(group: Any) -> None:
         read_size,
         "size of the KV cache, such as 4G, whatever the utilization, on any device",
     )
+    _add(group, "--watermark", float, "share of the blocks that admissions leave free")
     _add(
         group,
         "--num-gpu-blocks-override",

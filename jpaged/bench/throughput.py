@@ -95,7 +95,7 @@ def measure(
             **_counts(llm, before, reps),
             **compiled,
             "num_programs_while_measured": compile_clock.num_programs - compiled["num_programs"],
-            **_setting(llm, model),
+            **setting(llm, model),
         }
 
 
@@ -141,7 +141,8 @@ def _counts(llm: LLM, before: Any, reps: int) -> dict[str, Any]:
     }
 
 
-def _setting(llm: LLM, model: str) -> dict[str, Any]:
+def setting(llm: LLM, model: str) -> dict[str, Any]:
+    """What was measured, how it was configured, and where it ran."""
     config, device = llm.engine.config, jax.devices()[0]
     return {
         "engine": "jpaged",

@@ -92,7 +92,12 @@ class BeamGroup(Sample):
         """Tokens of each live beam; of the leader before the others have their rows."""
         if not self.is_spread:
             return len(self.token_ids)
-        return len(self.request.prompt_token_ids) + int(self.live.lengths[0])
+        return len(self.request.prompt_token_ids) + self.num_output
+
+    @property
+    def num_output(self) -> int:
+        """Tokens that each live beam has generated."""
+        return int(self.live.lengths[0])
 
     @property
     def must_spread(self) -> bool:
@@ -194,11 +199,12 @@ def _widen(x: Any, max_tokens: int) -> Any:
 
 def take_beams(
     groups: Sequence[BeamGroup], beams: Beams, output: BeamOutput, block_size: int
-) -> int:
-    """Records a window. Returns the tokens by which the groups' sequences grew."""
-    num_generated = 0
+) -> tuple[int, int]:
+    """Records a window. Returns the last tokens of prompts that it read, and the tokens by which
+    live beams grew."""
+    num_prompt = num_generated = 0
     for place, group in enumerate(groups):
-        before = group.num_tokens
+        before = group.num_output
         group.live, group.finished = (
             jax.tree.map(lambda x, place=place: x[place].copy(), kind)
             for kind in (beams.live, beams.finished)
@@ -207,13 +213,13 @@ def take_beams(
         num_new = int(output.num_new[place])
         group.advance(num_new, -(-(group.context_len + num_new) // block_size))
         group.num_tails = int(output.num_tails[place])
-        num_generated += group.width * num_new
+        num_prompt += int(num_new > 0 and before == 0)
+        num_generated += group.num_live * (group.num_output - before)
         if output.status[place] == STATUS_BAD_NUMBERS:
             group.finish("error")
         elif beams.is_done[place]:
             group.finish("length" if group.num_tokens >= group.request.max_len else "stop")
-        assert group.num_tokens >= before
-    return num_generated
+    return num_prompt, num_generated
 
 
 def best_sequences(group: BeamGroup) -> list[tuple[list[int], list[float], float, float]]:

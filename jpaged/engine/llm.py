@@ -18,6 +18,7 @@ from jpaged.engine.output import BeamSearchOutput, RequestOutput
 from jpaged.engine.request import Request
 from jpaged.engine.serving import make_engine, prepare_params
 from jpaged.engine.stats import EngineStats
+from jpaged.engine.usage import Snapshot
 from jpaged.errors import ConfigError, RequestError
 from jpaged.sampling_params import BeamSearchParams, SamplingParams
 from jpaged.typing import Params
@@ -213,6 +214,10 @@ class LLM:
     def dtype(self) -> str:
         """The dtype of weights, KV and activations."""
         return self._dtype
+
+    def snapshot(self) -> Snapshot:
+        """The engine now: who runs, how the block pool is used, and the counts so far."""
+        return self._engine.snapshot()
 
     @property
     def stats(self) -> EngineStats:

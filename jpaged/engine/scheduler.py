@@ -110,7 +110,8 @@ class _Left:
     def share(self, seq: View) -> int:
         """Tokens of its gap that fit this step."""
         threshold = self.limits.long_prefill_token_threshold
-        return seq.round_down(min(seq.gap, self.tokens, threshold or seq.gap))
+        most = max(threshold, seq.num_live) if threshold else seq.gap
+        return seq.round_down(min(seq.gap, self.tokens, most))
 
     def take(self, num_blocks: int) -> bool:
         if num_blocks > self.blocks:

@@ -26,6 +26,7 @@ class EngineStats:
     num_decode_tokens: int = 0
     num_window_tokens: int = 0
     num_beam_windows: int = 0
+    num_beam_tokens: int = 0
     first_token_at: float | None = None
 
     def count_admission(self, sample: Sample, num_cached: int) -> None:
@@ -52,6 +53,15 @@ class EngineStats:
         self.num_decode_tokens += num_sampled
         if num_steps > 1:
             self.num_window_tokens += num_sampled
+
+    def count_beams(self, num_prompt: int, num_generated: int) -> None:
+        """A window of beam search read `num_prompt` last tokens of prompts, and `num_generated`
+        tokens were chosen in it, each beam's counted."""
+        self.num_beam_windows += 1
+        self.num_prefill_tokens += num_prompt
+        self.num_beam_tokens += num_generated
+        if self.first_token_at is None:
+            self.first_token_at = time.perf_counter()
 
     @property
     def window_share(self) -> float:

@@ -1,5 +1,7 @@
 """Beam search in the engine, on a model whose every logit is known, against plain searches."""
 
+import functools as ft
+
 import numpy as np
 import pytest
 
@@ -14,26 +16,28 @@ PROMPTS = [[(i * 7 + j * j) % 50 for j in range(n)] for i, n in enumerate((1, 8,
 EOS_IDS = [7, 23, 31]
 
 
-def logprobs_after(tokens: list[int]) -> np.ndarray:
-    logits = next_logits(tokens)
+def logprobs_after(tokens: list[int], shift: int = 0) -> np.ndarray:
+    logits = next_logits(tokens, shift)
     return logits - np.log(np.sum(np.exp(logits)))
 
 
-def oracle(prompt: list[int], params: BeamSearchParams) -> list[tuple[list[int], float, float]]:
-    options = {"eos_ids": EOS_IDS, "length_penalty": params.length_penalty}
+def plain_search(prompt: list[int], params: BeamSearchParams, eos_ids: list[int], shift: int):
+    options = {"eos_ids": eos_ids, "length_penalty": params.length_penalty}
     size = (params.beam_width, params.max_tokens)
+    logprobs = ft.partial(logprobs_after, shift=shift)
     if params.early_stopping is None:
         options["ignore_eos"] = params.ignore_eos
-        return vllm_beam_search(logprobs_after, prompt, *size, **options)
+        return vllm_beam_search(logprobs, prompt, *size, **options)
     options["early_stopping"] = params.early_stopping
-    options["eos_ids"] = () if params.ignore_eos else EOS_IDS
-    return hf_beam_search(logprobs_after, prompt, *size, **options)
+    options["eos_ids"] = () if params.ignore_eos else eos_ids
+    return hf_beam_search(logprobs, prompt, *size, **options)
 
 
-def assert_found(intake, request) -> None:
+def assert_found(intake, request, shift: int = 0) -> None:
     """What was found is what the plain search finds."""
     prompt = request.prompt_token_ids
-    want = oracle(prompt, request.beam_params)
+    (group,) = request.samples
+    want = plain_search(prompt, request.beam_params, group.eos_ids, shift)
     got = intake.beams_of(request).sequences
     assert [one.tokens for one in got] == [prompt + tokens for tokens, *_ in want]
     scores = [(one.cum_logprob, one.score) for one in got]

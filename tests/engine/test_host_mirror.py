@@ -17,11 +17,13 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 
 from jpaged.core import sampling
 from jpaged.core.state import check_invariants
+from jpaged.engine.beam_group import BeamGroup
 from jpaged.engine.dispatch import _pack_sampling
-from jpaged.errors import RequestTooLongError
-from jpaged.sampling_params import SamplingParams
+from jpaged.errors import RequestError, RequestTooLongError
+from jpaged.sampling_params import BeamSearchParams, SamplingParams
 from tests.core.scripted import counting_params, next_logits
 from tests.engine.counting import make_counting_engine
+from tests.engine.test_beam_search import assert_found
 
 POOLS = {
     "roomy": {"num_blocks": 64, "num_decode_steps": 3},
@@ -51,6 +53,20 @@ def next_token(sample, tokens: list[int], shift: int) -> int:
     return int(_sample(rows, index, position, logits)[0])
 
 
+def _rows_in_use(sample) -> list[int]:
+    """The rows that hold something: of a group, those of its live beams."""
+    if isinstance(sample, BeamGroup):
+        return sample.row_ids[: sample.num_live if sample.is_spread else 1]
+    return sample.row_ids
+
+
+def _tail(rows, sample, row: int | None = None) -> int:
+    """The partly filled block that a sample's row ends in; 0: none."""
+    row, S = row or sample.row_id, rows.block_size
+    full = sample.context_len % S == 0
+    return 0 if full else int(rows.block_table[row, sample.context_len // S])
+
+
 class EngineLife(RuleBasedStateMachine):
     """Requests come, run, are aborted; weights change, the state is lost; nothing may show."""
 
@@ -60,6 +76,7 @@ class EngineLife(RuleBasedStateMachine):
         super().__init__()
         self.engine, self.intake = make_counting_engine(**self.options)
         self.live, self.shift, self.checked = [], 0, {}
+        self.shift_of = {}  # of each beam search, when it came
 
     @rule(
         family=st.integers(0, 2),
@@ -69,8 +86,9 @@ class EngineLife(RuleBasedStateMachine):
         temperature=st.sampled_from([0.0, 1.0]),
         salt=st.sampled_from([None, None, "a"]),
         stops=st.booleans(),
+        skips=st.sampled_from([None, True]),
     )
-    def add(self, family, prompt_len, max_tokens, n, temperature, salt, stops):
+    def add(self, family, prompt_len, max_tokens, n, temperature, salt, stops, skips):
         prompt = {"prompt_token_ids": [(family * 11 + j * j) % 50 for j in range(prompt_len)]}
         params = SamplingParams(
             temperature=temperature,
@@ -78,6 +96,7 @@ class EngineLife(RuleBasedStateMachine):
             max_tokens=max_tokens,
             seed=family,
             stop_token_ids=list(range(0, 50, 7)) if stops else None,
+            skip_reading_prefix_cache=skips,
         )
         try:
             (request,) = self.intake.accept(prompt | ({"cache_salt": salt} if salt else {}), params)
@@ -85,6 +104,26 @@ class EngineLife(RuleBasedStateMachine):
             return
         self.engine.add(request)
         self.live.append(request)
+
+    @rule(
+        family=st.integers(0, 2),
+        prompt_len=st.integers(1, 12),
+        max_tokens=st.integers(1, 12),
+        width=st.integers(1, 4),
+        early_stopping=st.sampled_from([None, True, "never"]),
+    )
+    def search(self, family, prompt_len, max_tokens, width, early_stopping):
+        prompt = [(family * 11 + j * j) % 50 for j in range(prompt_len)]
+        params = BeamSearchParams(
+            beam_width=width, max_tokens=max_tokens, early_stopping=early_stopping
+        )
+        try:
+            (request,) = self.intake.accept_beams(prompt, params)
+        except RequestError:
+            return
+        self.engine.add(request)
+        self.live.append(request)
+        self.shift_of[request] = self.shift
 
     @rule(num=st.integers(1, 4))
     def run(self, num: int):
@@ -94,6 +133,9 @@ class EngineLife(RuleBasedStateMachine):
             for request in finished:
                 assert request.is_finished
                 self.live.remove(request)
+                # A search that saw weights change is of no known kind.
+                if self.shift_of.get(request) == self.shift:
+                    assert_found(self.intake, request, self.shift)
 
     @precondition(lambda self: self.live)
     @rule(place=st.integers(0, 9))
@@ -133,17 +175,31 @@ class EngineLife(RuleBasedStateMachine):
         check_invariants(state)
         rows, ref_count = jax.device_get((state.rows, state.pool.ref_count))
         assert engine.num_free_blocks == int((ref_count == 0).sum())
-        seated = {sample.row_id for sample in engine.roster.running}
-        assert len(seated) == len(engine.roster.running)
+        running = engine.roster.running
+        seated = [row_id for sample in running for row_id in sample.row_ids]
         assert sorted([*seated, *engine.roster._free_rows]) == list(range(1, rows.num_tokens.size))
         assert np.flatnonzero(rows.num_blocks).tolist() == sorted(
-            sample.row_id for sample in engine.roster.running if sample.num_blocks
+            row_id for sample in running if sample.num_blocks for row_id in _rows_in_use(sample)
         )
-        for sample in engine.roster.running:
-            self._check_row(sample, rows, ref_count)
+        for sample in running:
+            if isinstance(sample, BeamGroup):
+                self._check_group(sample, rows)
+            else:
+                self._check_row(sample, rows, ref_count)
         for request in self.live:
-            for sample in request.samples:
+            for sample in request.samples if request.beam_params is None else ():
                 self._check_tokens(sample)
+
+    def _check_group(self, group, rows) -> None:
+        sequences = group.sequences if group.is_spread else [group.token_ids]
+        tails = set()
+        for row, tokens in zip(_rows_in_use(group), sequences, strict=True):
+            assert rows.token_ids[row, : rows.num_tokens[row]].tolist() == tokens
+            assert rows.context_len[row] == group.context_len
+            assert rows.num_blocks[row] == group.num_blocks
+            tails.add(_tail(rows, group, row))
+        if group.context_len % rows.block_size:
+            assert len(tails) == (group.num_tails if group.is_spread else 1)
 
     def _check_row(self, sample, rows, ref_count) -> None:
         row = sample.row_id
@@ -152,10 +208,13 @@ class EngineLife(RuleBasedStateMachine):
         assert rows.token_ids[row, : rows.num_tokens[row]].tolist() == sample.token_ids
         assert rows.context_len[row] == sample.context_len
         assert rows.num_blocks[row] == sample.num_blocks
-        tail = rows.block_table[row, sample.context_len // rows.block_size % rows.num_blocks[row]]
-        is_partial = sample.context_len % rows.block_size != 0
-        is_shared = is_partial and ref_count[tail] > 1
-        assert self.engine._view(sample).is_tail_shared == is_shared
+        tail = _tail(rows, sample)
+        running = self.engine.roster.running
+        later = running[running.index(sample) + 1 :]
+        # The last to write into a shared block does not copy it.
+        must_copy = tail != 0 and tail in [_tail(rows, other) for other in later]
+        assert (tail != 0 and ref_count[tail] > 1) or not must_copy
+        assert self.engine._view(sample).is_tail_shared == must_copy
 
     def _check_tokens(self, sample) -> None:
         """Each token that is new since the last look, with the weights there are now."""

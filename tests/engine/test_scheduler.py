@@ -198,6 +198,11 @@ def test_blocks_of_a_beam_window(view, after_one, after_two):
     assert [view.window_blocks(n, BLOCK_SIZE) for n in (1, 2)] == [after_one, after_two]
 
 
+def test_no_threshold_is_too_low_for_a_group():
+    ready = group(40, 39, num_rows=4, num_live=4, num_tails=4)
+    assert plan([ready], [], limits(long_prefill_token_threshold=3)).beams == (0,)
+
+
 def test_a_group_without_blocks_is_preempted():
     ready = group(40, 39, num_rows=4, num_live=4, num_tails=4)
     assert plan([ready], [], limits(free_blocks=0)).beams == (0,)
