@@ -1,10 +1,12 @@
 """Long random lives of the jitted core against a plain block manager, checked after every move."""
 
 import functools as ft
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -16,10 +18,19 @@ from hypothesis.stateful import (
 )
 
 from jpaged.core.block_pool import eviction_key, reset_hashes
-from jpaged.core.rows import Admissions, admit, fork, release
+from jpaged.core.rows import (
+    Admissions,
+    admit,
+    fork,
+    match_admissions,
+    release,
+    reserve,
+    share_rows,
+)
 from jpaged.core.sampling import init_sampling_state
-from jpaged.core.state import check_invariants, init_state
+from jpaged.core.state import EngineState, check_invariants, init_state
 from jpaged.core.step import StepInputs, decode_window, step
+from jpaged.functional import new_weights
 from tests.core.scripted import (
     counting_forward,
     counting_kv,
@@ -44,18 +55,49 @@ _window = jax.jit(
 )
 
 
-def _admission(row_id: int, tokens: list[int], prompt_len: int, max_len: int) -> Admissions:
+def _choose_beams(state: EngineState, parent, child, token_ids) -> EngineState:
+    """Re-seats rows all at once, as beams are; those that live get a token each."""
+    rows, pool = share_rows(state.rows, state.pool, parent, child)
+    sampling = jax.tree.map(lambda x: x.at[child].set(x[parent]), state.sampling)
+    num_tokens, is_live = rows.num_tokens[child], rows.active[child]
+    position = jnp.where(is_live, num_tokens, MAX_TOKENS)
+    num_tokens += is_live.astype(jnp.int32)
+    rows = replace(
+        rows,
+        token_ids=rows.token_ids.at[child, position].set(token_ids, mode="drop"),
+        num_tokens=rows.num_tokens.at[child].set(num_tokens),
+        active=rows.active.at[child].set(is_live & (num_tokens < sampling.max_len[child])),
+    )
+    return replace(state, rows=rows, pool=pool, sampling=sampling)
+
+
+_choose = jax.jit(_choose_beams, donate_argnums=0)
+_look_up = jax.jit(match_admissions)
+_new_weights = jax.jit(new_weights, donate_argnums=0)
+_reserve = jax.jit(
+    ft.partial(reserve, max_new=NUM_ROWS * MAX_TOKENS),
+    donate_argnums=0,
+)
+_reset_hashes = jax.jit(reset_hashes, donate_argnums=0)
+
+
+def _ids(values: list[int]) -> np.ndarray:
+    """Row ids or the like, padded with the null row."""
+    return np.array(values + [0] * (NUM_ROWS - len(values)), np.int32)
+
+
+def _admission(row_id: int, row: Row, reads_cache: bool = True) -> Admissions:
     sampling = init_sampling_state(1, 2)
     return Admissions(
         row_ids=jnp.array([row_id], jnp.int32),
-        token_ids=jnp.array([tokens + [0] * (MAX_TOKENS - len(tokens))], jnp.int32),
-        num_tokens=jnp.array([len(tokens)], jnp.int32),
-        prompt_len=jnp.array([prompt_len], jnp.int32),
+        token_ids=jnp.array([row.tokens + [0] * (MAX_TOKENS - len(row.tokens))], jnp.int32),
+        num_tokens=jnp.array([len(row.tokens)], jnp.int32),
+        prompt_len=jnp.array([row.prompt_len], jnp.int32),
         request_root=jnp.zeros((1, 4), jnp.uint32),
         sample_index=jnp.zeros(1, jnp.int32),
         adapter_id=jnp.zeros(1, jnp.int32),
-        reads_cache=jnp.ones(1, bool),
-        sampling=sampling.replace(max_len=jnp.array([max_len], jnp.int32)),
+        reads_cache=jnp.array([reads_cache]),
+        sampling=sampling.replace(max_len=jnp.array([row.max_len], jnp.int32)),
     )
 
 
@@ -84,21 +126,33 @@ class BlockLife(RuleBasedStateMachine):
     def _has_rows(self) -> bool:
         return bool(self.plain.rows)
 
-    def _seat(self, row: Row) -> None:
+    def _seat(self, row: Row, reads_cache: bool = True) -> None:
         row_id = self._empty_row()
-        admission = _admission(row_id, row.tokens, row.prompt_len, row.max_len)
-        self.state, num_cached = _admit(self.state, admission)
-        assert int(num_cached[0]) == self.plain.admit(row_id, row)
+        self.state, num_cached = _admit(self.state, _admission(row_id, row, reads_cache))
+        assert int(num_cached[0]) == self.plain.admit(row_id, row, reads_cache=reads_cache)
+
+    _prompts = st.builds(
+        lambda family, length, max_new: Row(
+            [(family * 7 + i * i) % 50 for i in range(length)],
+            length,
+            min(length + max_new, MAX_TOKENS),
+        ),
+        st.integers(0, 2),
+        st.integers(1, MAX_TOKENS - 1),
+        st.integers(1, 10),
+    )
 
     @precondition(_has_room)
-    @rule(
-        family=st.integers(0, 2),
-        prompt_len=st.integers(1, MAX_TOKENS - 1),
-        max_new=st.integers(1, 10),
-    )
-    def admit_prompt(self, family: int, prompt_len: int, max_new: int):
-        tokens = [(family * 7 + i * i) % 50 for i in range(prompt_len)]
-        self._seat(Row(tokens, prompt_len, min(prompt_len + max_new, MAX_TOKENS)))
+    @rule(row=_prompts, reads_cache=st.sampled_from([True, True, False]))
+    def admit_prompt(self, row: Row, reads_cache: bool):
+        self._seat(row, reads_cache)
+
+    @rule(row=_prompts)
+    def look_up(self, row: Row):
+        num_cached, num_free_hits = _look_up(self.state, _admission(1, row))
+        hits = self.plain.match(row.tokens)
+        assert int(num_cached[0]) == len(hits) * BLOCK_SIZE
+        assert int(num_free_hits[0]) == len(set(hits) & set(self.plain.free))
 
     @precondition(lambda self: self._has_room() and self.preempted)
     @rule(place=st.integers(0, 9))
@@ -184,10 +238,44 @@ class BlockLife(RuleBasedStateMachine):
             if comes_back and row.active:
                 self.preempted.append(row)
 
-    @rule()
-    def forget_cache(self):
-        self.state = self.state.replace(pool=jax.jit(reset_hashes)(self.state.pool))
-        self.plain.forget_prefixes()
+    @rule(
+        parents=st.lists(st.integers(0, NUM_ROWS), min_size=NUM_ROWS, max_size=NUM_ROWS),
+        children=st.permutations(range(1, NUM_ROWS + 1)),
+        num=st.integers(1, NUM_ROWS),
+        first_token=st.integers(0, 49),
+    )
+    def choose_beams(self, parents: list[int], children: list[int], num: int, first_token: int):
+        parents, children = parents[:num], children[:num]
+        tokens = [(first_token + 7 * place) % 50 for place in range(num)]
+        self.state = _choose(self.state, *map(_ids, (parents, children, tokens)))
+        self.plain.reseat(dict(zip(children, parents, strict=True)))
+        for row_id, token in zip(children, tokens, strict=True):
+            row = self.plain.rows.get(row_id)
+            if row and row.active:
+                row.tokens.append(token)
+                row.active = len(row.tokens) < row.max_len
+
+    @precondition(_has_rows)
+    @rule(order=_orders, num_new=st.integers(1, MAX_TOKENS))
+    def reserve_ahead(self, order: list[int], num_new: int):
+        """Takes blocks that nothing is written to yet: cached ones are evicted for them."""
+        wanted = {
+            row_id: min(num_new, MAX_TOKENS - self.plain.rows[row_id].context_len)
+            for row_id in self._pick(order)
+        }
+        row_ids, num_wanted = _ids(list(wanted)), _ids(list(wanted.values()))
+        self.state, granted = _reserve(self.state, row_ids, num_wanted)
+        assert granted.tolist()[: len(wanted)] == list(self.plain.reserve(wanted).values())
+
+    @rule(by_weights=st.booleans())
+    def outdate_cache(self, by_weights: bool):
+        """Other weights, upon which running rows go on; or the cache is emptied."""
+        if by_weights:
+            self.state = _new_weights(self.state)
+            self.plain.version += 1
+        else:
+            self.state = self.state.replace(pool=_reset_hashes(self.state.pool))
+            self.plain.forget_prefixes()
 
     @invariant()
     def states_agree(self):
@@ -206,6 +294,8 @@ class BlockLife(RuleBasedStateMachine):
 
     @invariant()
     def pools_agree(self):
+        is_hashed = np.asarray(self.state.pool.block_hash).any(axis=1)
+        assert np.flatnonzero(is_hashed).tolist() == sorted(self.plain.prefix_of)
         key = np.asarray(eviction_key(self.state.pool))
         order = np.argsort(key, kind="stable")[: len(self.plain.free)]
         assert order.tolist() == self.plain.free
@@ -219,8 +309,11 @@ class BlockLife(RuleBasedStateMachine):
                 assert tuple(pages[slot]) == (row.tokens[position], position)
 
 
-def test_block_life():
+@pytest.mark.parametrize("num_lives", [200, pytest.param(500, marks=pytest.mark.slow)])
+def test_block_life(num_lives):
     run_state_machine_as_test(
         BlockLife,
-        settings=settings(max_examples=200, stateful_step_count=50, deadline=None, database=None),
+        settings=settings(
+            max_examples=num_lives, stateful_step_count=50, deadline=None, database=None
+        ),
     )

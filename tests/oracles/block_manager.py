@@ -4,7 +4,7 @@ The order of reuse is vLLM V1's: one free list, taken from its head; a freed blo
 prefix goes to the tail, one without to the head. Shares no code with the engine.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass
@@ -15,6 +15,7 @@ class Row:
     context_len: int = 0
     blocks: list[int] = field(default_factory=list)
     active: bool = True
+    version: int = 0  # of the weights that its KV is computed with
 
     @property
     def gap(self) -> int:
@@ -33,7 +34,7 @@ class BlockManager:
         self.rows: dict[int, Row] = {}
         self.freed_at = dict.fromkeys(range(1, num_blocks), 0)
         self.num_freed = 0
-        self.version = 0
+        self.version = 0  # of the weights that rows seated now compute with
 
     def match(self, tokens: list[int]) -> list[int]:
         hits = []
@@ -45,8 +46,9 @@ class BlockManager:
             hits.append(min(found))
         return hits
 
-    def admit(self, row_id: int, row: Row) -> int:
-        row.blocks = self.match(row.tokens)
+    def admit(self, row_id: int, row: Row, *, reads_cache: bool = True) -> int:
+        row.version = self.version
+        row.blocks = self.match(row.tokens) if reads_cache else []
         for block in row.blocks:
             self._hold(block)
         row.context_len = len(row.blocks) * self.block_size
@@ -105,32 +107,43 @@ class BlockManager:
             assert self.ref[block] == 1, "a shared block is written"
             self.slots[block * S + position % S] = (row.tokens[position], position)
             if position % S == S - 1:
-                self.prefix_of[block] = (self.version, *row.tokens[: position + 1])
+                self.prefix_of[block] = (row.version, *row.tokens[: position + 1])
         row.context_len += num_new
 
     def fork(self, parent_id: int, child_id: int) -> None:
-        parent = self.rows[parent_id]
-        blocks = parent.blocks[: -(-parent.context_len // self.block_size)]
+        self.reseat({child_id: parent_id})
+
+    def reseat(self, parent_of: dict[int, int]) -> None:
+        """Each child becomes what its parent was before the call; without a parent it is emptied.
+
+        What a child held is let go after all is shared, so that no block is lost on the way.
+        """
+        parents = {parent: self.rows.get(parent) for parent in parent_of.values()}
+        before = {child: self.rows.pop(child, None) for child in parent_of}
+        for child, parent in parent_of.items():
+            if row := parents[parent]:
+                self.rows[child] = self._copy(row)
+        for row in before.values():
+            self._let_go(row.blocks if row else [])
+
+    def _copy(self, row: Row) -> Row:
+        blocks = row.blocks[: -(-row.context_len // self.block_size)]
         for block in blocks:
             self._hold(block)
-        self.rows[child_id] = Row(
-            list(parent.tokens),
-            parent.prompt_len,
-            parent.max_len,
-            parent.context_len,
-            blocks,
-            parent.active,
-        )
+        return replace(row, tokens=list(row.tokens), blocks=blocks)
 
     def release(self, row_id: int) -> Row:
         row = self.rows.pop(row_id)
-        for block in reversed(row.blocks):
+        self._let_go(row.blocks)
+        return row
+
+    def _let_go(self, blocks: list[int]) -> None:
+        for block in reversed(blocks):
             self.ref[block] -= 1
             if self.ref[block] == 0:
                 self.num_freed += 1
                 self.freed_at[block] = self.num_freed
                 self.free.insert(len(self.free) if block in self.prefix_of else 0, block)
-        return row
 
     def forget_prefixes(self) -> None:
         """Free blocks without a prefix are reused latest freed first, those never used by id."""
