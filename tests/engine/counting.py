@@ -1,5 +1,7 @@
 """An engine over the counting model: every token of every request is known in advance."""
 
+import dataclasses
+
 import jax.numpy as jnp
 
 from jpaged.config import EngineConfig, ModelConfig
@@ -34,11 +36,16 @@ MODEL = ModelConfig.from_hf(
 
 
 def make_counting_engine(
-    num_blocks: int = 64, *, eos_ids: list[int] | None = None, **options
+    num_blocks: int = 64,
+    *,
+    eos_ids: list[int] | None = None,
+    max_position: int = MODEL.max_position,
+    **options,
 ) -> tuple[Engine, Intake]:
     """Engine and intake with block size 4, 6 rows and 64 tokens a request unless told otherwise."""
+    model = dataclasses.replace(MODEL, max_position=max_position)
     defaults = {"block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 16}
-    config = EngineConfig.from_options(**(defaults | options)).resolved(MODEL, "cpu")
+    config = EngineConfig.from_options(**(defaults | options)).resolved(model, "cpu")
 
     def make_state():
         return init_state(
@@ -51,7 +58,7 @@ def make_counting_engine(
 
     engine = Engine(counting_forward, counting_params(), config, make_state)
     generation_config = {"eos_token_id": eos_ids} if eos_ids else {}
-    return engine, Intake(MODEL, config, num_blocks, None, generation_config, use_defaults=False)
+    return engine, Intake(model, config, num_blocks, None, generation_config, use_defaults=False)
 
 
 def greedy(max_tokens: int, **fields) -> SamplingParams:
