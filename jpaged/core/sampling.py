@@ -8,8 +8,6 @@ No sort: top-k and top-p are thresholds, found by bisection over the bits of the
     raw logits -> log-probability of the token -> temperature -> min-p -> top-k -> top-p -> draw
 """
 
-import functools
-import operator
 from typing import NamedTuple
 
 import jax
@@ -19,14 +17,13 @@ from flax import struct
 from jax import lax
 from jax.extend.random import threefry_2x32
 
+from jpaged.core.vocabulary import FOLD, TILE, argmax, logprobs_of, relative, tile_at, tiled, total
 from jpaged.sampling_params import GREEDY_TEMPERATURE
 from jpaged.typing import Array, Bool, Float, Int, UInt32
 
 RUNNING, STOP_EOS, STOP_TOKEN, STOP_LENGTH = 0, 1, 2, 3
 """Why a row stops, as `finish_reasons` tells it."""
 
-TILE = 64  # ids summed together
-FOLD = 16  # tiles come in multiples of this: sums add this many slices first, which vectorizes
 NUM_NEAR = 64  # the likeliest tiles of a row, searched first
 ONE_BITS = 0x3F800000  # 1.0 as a float32's bits
 UNKNOWN = 2**31 - 1  # more than any row weighs
@@ -96,7 +93,7 @@ def sample(
     Equal logits: argmax takes the lowest id, a threshold keeps them all. top_k = 1 is argmax.
     """
     is_random = is_sampling & (rows.temperature >= GREEDY_TEMPERATURE) & (rows.top_k != 1)
-    best = _argmax(logits)
+    best = argmax(logits)
 
     def draw() -> Int[Array, " B"]:
         bits = _random_bits(rows.key, sample_index, positions)
@@ -106,7 +103,7 @@ def sample(
     wants = is_sampling & rows.want_logprobs
     logprobs = lax.cond(
         jnp.any(wants),
-        lambda: jnp.where(wants, _logprobs(logits, tokens), 0.0),
+        lambda: jnp.where(wants, logprobs_of(logits, tokens), 0.0),
         lambda: jnp.zeros(tokens.shape, jnp.float32),
     )
     return Sampled(jnp.where(is_sampling, tokens, 0), logprobs)
@@ -128,53 +125,7 @@ def finish_reasons(
     return jnp.where(is_long, STOP_LENGTH, reason).astype(jnp.int32)
 
 
-# --- the draw. Vectors over the vocabulary are tiled: [B, tiles, TILE], padded at the end ---
-
-
-def _tiled(x: Float[Array, "B V"], fill: float) -> Float[Array, "B tiles ids"]:
-    B, V = x.shape
-    padding = -V % (TILE * FOLD)
-    if padding:
-        x = jnp.pad(x, ((0, 0), (0, padding)), constant_values=fill)
-    return x.reshape(B, -1, TILE)
-
-
-def _tile_at(x: Array, tile: Int[Array, " B"]) -> Array:
-    return jnp.take_along_axis(x, tile[:, None, None], axis=1, mode="clip")[:, 0]
-
-
-def _argmax(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
-    """First the tile, then the id in it: a direct argmax costs XLA ten times as much on a CPU."""
-    tiled = _tiled(logits, -jnp.inf)
-    tile = jnp.argmax(jnp.max(tiled, axis=2), axis=1)
-    return (tile * TILE + jnp.argmax(_tile_at(tiled, tile), axis=1)).astype(jnp.int32)
-
-
-def _relative(logits: Float[Array, "B V"], temperature: Float[Array, " B"]) -> Float[Array, "B V"]:
-    """Probabilities relative to the likeliest id's, which has exactly 1."""
-    top = jnp.max(logits, axis=1, keepdims=True)
-    # Equal infinities have no difference; all ids at -inf are equally likely.
-    scaled = jnp.where(logits == top, 0.0, (logits - top) / temperature[:, None])
-    return jnp.exp(scaled)
-
-
-def _logprobs(logits: Float[Array, "B V"], tokens: Int[Array, " B"]) -> Float[Array, " B"]:
-    probs = _tiled(_relative(logits, jnp.ones(tokens.shape, jnp.float32)), 0.0)
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
-    top = jnp.max(logits, axis=1)
-    return jnp.where(chosen == top, 0.0, chosen - top) - jnp.log(_total(probs))
-
-
-def _total(probs: Float[Array, "B tiles ids"]) -> Float[Array, " B"]:
-    """A sum by additions of whole slices: their order is given, whatever the batch size."""
-    B = probs.shape[0]
-    flat = probs.reshape(B, -1)
-    while flat.shape[1] > 1:
-        flat = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % FOLD)))
-        # The barrier keeps XLA from writing all levels out as one long expression.
-        slices = jnp.moveaxis(flat.reshape(B, FOLD, -1), 1, 0)
-        flat = lax.optimization_barrier(functools.reduce(operator.add, slices))
-    return flat[:, 0]
+# --- the draw. Vectors over the vocabulary are tiled, see `vocabulary` ---
 
 
 def _random_bits(
@@ -209,7 +160,7 @@ def _draw(
     point = _multiply_high(bits, upto[:, -1])
     tile = jnp.sum(upto <= point[:, None], axis=1, dtype=jnp.int32)
     before = jnp.take_along_axis(upto - per_tile, tile[:, None], axis=1)
-    inside = before + jnp.cumsum(_tile_at(kept, tile), axis=1)
+    inside = before + jnp.cumsum(tile_at(kept, tile), axis=1)
     token = tile * TILE + jnp.sum(inside <= point[:, None], axis=1, dtype=jnp.int32)
     return jnp.minimum(token, logits.shape[1] - 1)  # NaN logits may lead astray, not out of range
 
@@ -218,7 +169,7 @@ def _kept_shares(
     rows: SamplingState, logits: Float[Array, "B V"], is_random: Bool[Array, " B"]
 ) -> Int[Array, "B tiles ids"]:
     """Each id's share of the draw, an integer; 0 if dropped or below about 2**-31."""
-    probs = _tiled(_relative(logits, jnp.where(is_random, rows.temperature, 1.0)), 0.0)
+    probs = tiled(relative(logits, jnp.where(is_random, rows.temperature, 1.0)), 0.0)
     shares = _Weights(_scale(probs), jnp.float32(0.5))
     floor = _truncate(rows, probs, shares, is_random)
     return jnp.where(_bits(probs) >= floor[:, None, None], shares.of(probs), 0)
@@ -226,7 +177,7 @@ def _kept_shares(
 
 def _scale(probs: Float[Array, "B tiles ids"]) -> Float[Array, " B"]:
     """The power of two that brings a row's total to [2**29, 2**30)."""
-    _, exponent = jnp.frexp(_total(probs))
+    _, exponent = jnp.frexp(total(probs))
     return jnp.ldexp(jnp.ones(exponent.shape, jnp.float32), 30 - exponent)
 
 

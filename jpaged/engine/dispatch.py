@@ -36,7 +36,7 @@ class Buckets(NamedTuple):
             prefill_rows=_powers(NUM_ADMISSIONS, most_rows, 8),
             tokens=_powers(16, max_num_batched_tokens, 2),
             prompt_lens=_powers(256, max_positions, 4),
-            beam_groups=_powers(1, most_rows, 2),
+            beam_groups=_powers(1, most_rows, 4),
             beam_tokens=_powers(64, max_positions, 4),
         )
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from jpaged.core import sampling
+from jpaged.core import sampling, vocabulary
 from jpaged.core.sampling import (
     RUNNING,
     STOP_EOS,
@@ -76,7 +76,7 @@ def kept_shares(rows, logits):
 
 @jax.jit
 def relative(logits, temperature):
-    return sampling._relative(logits, temperature)
+    return vocabulary.relative(logits, temperature)
 
 
 @pytest.fixture

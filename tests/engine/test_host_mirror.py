@@ -109,13 +109,14 @@ class EngineLife(RuleBasedStateMachine):
         family=st.integers(0, 2),
         prompt_len=st.integers(1, 12),
         max_tokens=st.integers(1, 12),
-        width=st.integers(1, 4),
         early_stopping=st.sampled_from([None, True, "never"]),
     )
-    def search(self, family, prompt_len, max_tokens, width, early_stopping):
+    def search(self, family, prompt_len, max_tokens, early_stopping):
         prompt = [(family * 11 + j * j) % 50 for j in range(prompt_len)]
         params = BeamSearchParams(
-            beam_width=width, max_tokens=max_tokens, early_stopping=early_stopping
+            beam_width=min(3, self.options.get("max_num_seqs", 3)),
+            max_tokens=max_tokens,
+            early_stopping=early_stopping,
         )
         try:
             (request,) = self.intake.accept_beams(prompt, params)
