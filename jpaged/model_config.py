@@ -93,6 +93,12 @@ class ModelConfig:
         return len(self.layers)
 
     @property
+    def widest_window(self) -> int | None:
+        """The window beyond which no layer sees; None: some layer sees everything."""
+        windows = [layer.window for layer in self.layers if layer.window is not None]
+        return max(windows) if len(windows) == self.num_layers else None
+
+    @property
     def dynamic_rope_start(self) -> int | None:
         """The prompt length above which KV depends on the prompt's length; None: it never does."""
         ropes = (layer.rope for layer in self.layers if layer.rope is not None)

@@ -35,7 +35,7 @@ class Batch:
     slot_mapping: Int[Array, " T"]  # block_id * S + offset; padding: 0, in the null block
     context_lens: Int[Array, " B"]  # tokens with KV after this step's writes; 0: nothing to attend
     prompt_lens: Int[Array, " B"]  # the rows' prompt lengths (dynamic rope depends on them)
-    block_table: Int[Array, "B M"]  # block 0 past the row's blocks
+    block_table: Int[Array, "B M"]  # block 0 past the row's blocks, and where none is needed again
     query_start_loc: Int[Array, " B+1"]  # token range of each row: [start_loc[b], start_loc[b+1])
     num_decode_rows: int = struct.field(pytree_node=False)
 
@@ -46,10 +46,12 @@ class Forward(NamedTuple):
     hidden: (params, batch, kv) -> (Float[T D], kv), the last hidden state of every token, the KV of
         the step's tokens written into their slots.
     logits: (params, Float[B D]) -> Float[B V], float32, of chosen tokens.
+    window: no query looks at more positions than these, its own included; None: at all.
     """
 
     hidden: Callable[[Any, Batch, KVCache], tuple[Float[Array, "T D"], KVCache]]
     logits: Callable[[Any, Float[Array, "B D"]], Float[Array, "B V"]]
+    window: int | None = None
 
 
 def make_batch(

@@ -24,7 +24,7 @@ from jax import lax
 
 from jpaged.core.batch import Forward, make_batch
 from jpaged.core.block_pool import num_free
-from jpaged.core.rows import fork, reserve, share_rows
+from jpaged.core.rows import fork, leave_window, reserve, share_rows
 from jpaged.core.state import NULL_ROW, EngineState, Rows
 from jpaged.core.step import STATUS_BAD_NUMBERS, STATUS_NO_BLOCKS, STATUS_OK, run_forward
 from jpaged.typing import Array, Bool, Float, Int, Params
@@ -151,6 +151,7 @@ def beam_window(
 
     carry = (state, beams, jnp.ones_like(fits))
     (state, beams, is_good), _ = lax.scan(one_step, carry, length=num_steps)
+    state = leave_window(state, beams.row_ids.reshape(-1), window=forward.window)
     status = jnp.where(is_good, STATUS_OK, STATUS_BAD_NUMBERS)
     output = BeamOutput(
         num_new=state.rows.context_len[beams.row_ids[:, 0]] - num_before,

@@ -165,7 +165,8 @@ def _key_words(keys: Array, num_prompts: int) -> UInt32[Array, "A 2"]:
 def blocks_per_prompt(prompt_len: int, max_new_tokens: int, n: int, block_size: int) -> int:
     """Most blocks that a prompt of at most `prompt_len` tokens and its n samples hold together.
 
-    Full blocks of the prompt are shared; the last token of an output needs no KV.
+    Full blocks of the prompt are shared; the last token of an output needs no KV. A model whose
+    layers all have a window holds fewer: blocks behind it are let go on the way.
     """
     most = 0
     for length in range(1, prompt_len + 1):
@@ -241,7 +242,7 @@ def generate(
         sampling=sampling,
         request_root=request_root,
     )
-    state, num_cached = admit(state, admissions)
+    state, num_cached = admit(state, admissions, window=forward.window)
     # One row alone would multiply vectors, which a CPU does slowly.
     row_ids = jnp.pad(row_ids, (0, max(0, 2 - row_ids.shape[0])))
     num_tokens = min(num_prefill_tokens, prompts.size)

@@ -38,23 +38,29 @@ class Admissions:
 
 
 def match_admissions(
-    state: EngineState, admissions: Admissions
+    state: EngineState, admissions: Admissions, *, window: int | None = None
 ) -> tuple[Int[Array, " A"], Int[Array, " A"]]:
     """What the prefix cache holds for these sequences, changing nothing.
 
     Returns for each the cached tokens, and how many of their blocks are free and would be taken
-    out of the free blocks by admitting it.
+    out of the free blocks by admitting it: blocks behind the window would not.
     """
+    S = state.rows.block_size
     ids, num_hits, _, _ = _match(state, admissions)
-    is_free = (ids != NULL_BLOCK) & (state.pool.ref_count[ids] == 0)
-    return num_hits * state.rows.block_size, jnp.sum(is_free, axis=1, dtype=jnp.int32)
+    column = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
+    is_kept = (ids != NULL_BLOCK) & (column >= _num_behind(num_hits * S, window, S)[:, None])
+    is_free = is_kept & (state.pool.ref_count[ids] == 0)
+    return num_hits * S, jnp.sum(is_free, axis=1, dtype=jnp.int32)
 
 
-def admit(state: EngineState, admissions: Admissions) -> tuple[EngineState, Int[Array, " A"]]:
+def admit(
+    state: EngineState, admissions: Admissions, *, window: int | None = None
+) -> tuple[EngineState, Int[Array, " A"]]:
     """Seats sequences in empty rows; each shares the blocks of its longest cached prefix.
 
     At least one token is left to run, since logits must come from somewhere, and whole blocks are
-    shared or none. Returns the state and the number of cached tokens of each sequence.
+    shared or none. `window` (static) is the model's, see `leave_window`. Returns the state and the
+    number of cached tokens of each sequence.
     """
     S = state.rows.block_size
     ids, num_hits, running, root = _match(state, admissions)
@@ -81,7 +87,9 @@ def admit(state: EngineState, admissions: Admissions) -> tuple[EngineState, Int[
         active=jnp.ones_like(at, bool),
     )
     sampling = jax.tree.map(lambda x, new: x.at[at].set(new), state.sampling, admissions.sampling)
-    return replace(state, rows=rows, pool=pool, sampling=sampling), num_cached
+    state = replace(state, rows=rows, pool=pool, sampling=sampling)
+    # Hits behind the window are let go again, but were used: the cache keeps the prefix together.
+    return leave_window(state, at, window=window), num_cached
 
 
 def _match(state: EngineState, admissions: Admissions):
@@ -257,6 +265,36 @@ def share_rows(
     )
     taken = {name: getattr(rows, name)[parent] for name in same}
     return _set_rows(rows, child, block_table=table, num_blocks=num_blocks, **taken), pool
+
+
+def leave_window(
+    state: EngineState, row_ids: Int[Array, " B"], *, window: int | None
+) -> EngineState:
+    """Lets go of blocks that no query of these rows will see again; full ones stay cached.
+
+    The next query stands at `context_len` and sees `window` positions, its own included (static;
+    None: all, and nothing is done). Columns before them name the null block from then on:
+
+        context_len 13, window 6, S 4    [ null ][ null ][ 8..11 ][ 12.. ]    num_blocks = 4
+    """
+    if window is None:
+        return state
+    rows = state.rows
+    num_behind = _num_behind(rows.context_len[row_ids], window, rows.block_size)
+    old = rows.block_table[row_ids]
+    column = jnp.arange(old.shape[1], dtype=jnp.int32)[None]
+    new = jnp.where(column < num_behind[:, None], NULL_BLOCK, old)
+    pool = retarget(state.pool, old, new)
+    return replace(state, rows=_set_rows(rows, row_ids, block_table=new), pool=pool)
+
+
+def _num_behind(
+    context_len: Int[Array, " B"], window: int | None, block_size: int
+) -> Int[Array, " B"]:
+    """Full blocks of each context that its next query does not see."""
+    if window is None:
+        return jnp.zeros_like(context_len)
+    return jnp.maximum(context_len - window + 1, 0) // block_size
 
 
 def release(state: EngineState, row_ids: Int[Array, " A"]) -> EngineState:

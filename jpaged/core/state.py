@@ -39,8 +39,8 @@ class Rows:
     num_tokens: Int[Array, " R"]
     context_len: Int[Array, " R"]
     prompt_len: Int[Array, " R"]
-    block_table: Int[Array, "R M"]  # block 0 past `num_blocks`
-    num_blocks: Int[Array, " R"]
+    block_table: Int[Array, "R M"]  # block 0 past `num_blocks`, and for blocks behind a window
+    num_blocks: Int[Array, " R"]  # columns of the table up to the last block
     root: UInt32[Array, "R 4"]  # what KV depends on besides tokens and positions
     prefix_hash: UInt32[Array, "R 4"]  # running hash of the first `context_len` tokens
     sample_index: Int[Array, " R"]  # which of a request's n samples
@@ -115,8 +115,11 @@ def _empty_rows(R: int, M: int, S: int) -> Rows:
     )
 
 
-def check_invariants(state: EngineState) -> None:
-    """Raises AssertionError if the state breaks a rule. For tests: reads the whole state."""
+def check_invariants(state: EngineState, *, window: int | None = None) -> None:
+    """Raises AssertionError if the state breaks a rule. For tests: reads the whole state.
+
+    window: the model's, if it has one: blocks that lie wholly behind it are held by no row.
+    """
     rows, pool = state.rows, state.pool
     table, num_blocks = np.asarray(rows.block_table), np.asarray(rows.num_blocks)
     ref_count, block_hash = np.asarray(pool.ref_count), np.asarray(pool.block_hash)
@@ -127,10 +130,12 @@ def check_invariants(state: EngineState) -> None:
     holders = np.bincount(table.ravel(), minlength=N)
     holders[NULL_BLOCK] = 1
     np.testing.assert_array_equal(ref_count, holders, err_msg="ref_count is not the table's")
-    in_use = np.arange(M)[None] < num_blocks[:, None]
+    num_tokens, context_len = np.asarray(rows.num_tokens), np.asarray(rows.context_len)
+    num_behind = 0 * context_len if window is None else np.maximum(context_len - window + 1, 0) // S
+    column = np.arange(M)[None]
+    in_use = (column >= num_behind[:, None]) & (column < num_blocks[:, None])
     np.testing.assert_array_equal(table != NULL_BLOCK, in_use, err_msg="table and num_blocks")
 
-    num_tokens, context_len = np.asarray(rows.num_tokens), np.asarray(rows.context_len)
     assert (context_len <= num_tokens).all()
     assert (num_tokens <= M * S).all()
     assert (context_len <= num_blocks * S).all(), "KV without a block"

@@ -1,8 +1,9 @@
 """One step: every row's context catches up with its tokens, and rows that caught up get a token.
 
 `step` serves prompts, chunks of prompts and decoding alike; `decode_window` runs J decode steps
-without the host. Both reserve blocks first and only compute slots afterwards. A row that can not
-be served is reported, never raised: errors are data.
+without the host. Both reserve blocks first, only compute slots afterwards, and let go of blocks
+that have left the model's window in the end. A row that can not be served is reported, never
+raised: errors are data.
 """
 
 from dataclasses import replace
@@ -15,7 +16,7 @@ from jax import lax
 from jpaged.core.batch import Batch, Forward, KVCache, make_batch
 from jpaged.core.block_pool import num_free
 from jpaged.core.prefix_cache import seal_blocks
-from jpaged.core.rows import fork, reserve
+from jpaged.core.rows import fork, leave_window, reserve
 from jpaged.core.sampling import finish_reasons, sample
 from jpaged.core.state import NULL_ROW, BlockPool, EngineState, Rows
 from jpaged.typing import Array, Bool, Float, Int, Params
@@ -77,7 +78,8 @@ def step(
     )
     state, output = _run(params, state, inputs, granted, batch, forward)
     status = jnp.where((num_new > 0) & (granted == 0), STATUS_NO_BLOCKS, output.status)
-    return state, replace(output, status=status)
+    state = leave_window(state, inputs.row_ids, window=forward.window)
+    return state, replace(output, status=status, num_free_blocks=num_free(state.pool))
 
 
 def decode_window(
@@ -112,8 +114,11 @@ def decode_window(
 
     carry = (state.rows, state.pool, state.kv)
     (rows, pool, kv), output = lax.scan(one_step, carry, length=num_steps)
+    state = replace(state, rows=rows, pool=pool, kv=kv)
+    state = leave_window(state, row_ids, window=forward.window)
     status = jnp.where((wanted > 0) & (reserved == 0), STATUS_NO_BLOCKS, output.status)
-    return replace(state, rows=rows, pool=pool, kv=kv), replace(output, status=status)
+    left = jnp.full_like(output.num_free_blocks, num_free(state.pool))
+    return state, replace(output, status=status, num_free_blocks=left)
 
 
 def _gap(rows: Rows, row_ids: Int[Array, " B"]) -> Int[Array, " B"]:

@@ -28,20 +28,31 @@ def blocks_per_request(config: EngineConfig) -> int:
 
 
 def max_blocks_per_request(config: EngineConfig, model: ModelConfig) -> int:
-    """Most blocks that a request of max_model_len tokens holds at a time, vLLM's formula.
+    """Most blocks that a request of max_model_len tokens holds at a time, vLLM's formula."""
+    return most_blocks_held(config, model.widest_window)
 
-    All of M, unless every layer has a window: then blocks behind the widest one are given back, and
-    what is left is the window before a step's first token, and the tokens of the largest step.
-    One window of decoding steps is such a step too.
+
+def most_blocks_held(config: EngineConfig, window: int | None) -> int:
+    """Most blocks that one row holds at a time.
+
+    All of M, unless the model has a window: then blocks behind it are given back, and what is left
+    is the window before a step's first token, and the tokens of the largest step. One window of
+    decoding steps is such a step too.
     """
     M = blocks_per_request(config)
-    windows = [layer.window for layer in model.layers if layer.window is not None]
-    if len(windows) < model.num_layers:
+    if window is None:
         return M
     assert config.max_num_batched_tokens is not None
     num_new = max(config.max_num_batched_tokens, config.num_decode_steps)
     # One more: the span may begin anywhere in its first block.
-    return min(M, _ceil(max(windows) - 1 + num_new, config.cache.block_size) + 1)
+    return min(M, _ceil(window - 1 + num_new, config.cache.block_size) + 1)
+
+
+def most_blocks_taken(config: EngineConfig, window: int | None, num_cached: int) -> int:
+    """Most blocks that a row holds at a time beyond those it keeps of `num_cached` tokens found in
+    the prefix cache, whole blocks."""
+    num_seen = num_cached if window is None else min(num_cached, window - 1)
+    return most_blocks_held(config, window) - _ceil(num_seen, config.cache.block_size)
 
 
 def longest_model_len(num_blocks: int, config: EngineConfig, model: ModelConfig) -> int:

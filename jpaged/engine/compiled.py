@@ -21,8 +21,8 @@ from jpaged.typing import Array, Int, Params, UInt32
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
-match_admissions = jax.jit(rows.match_admissions)
-admit = jax.jit(rows.admit, donate_argnames="state")
+match_admissions = jax.jit(rows.match_admissions, static_argnames="window")
+admit = jax.jit(rows.admit, donate_argnames="state", static_argnames="window")
 run_step = jax.jit(
     step.step,
     donate_argnames="state",

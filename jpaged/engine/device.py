@@ -98,14 +98,15 @@ class Device:
     def match(self, samples: Sequence[Sample]) -> tuple[Array, Array]:
         """What the prefix cache has for at most NUM_ADMISSIONS samples, see `match_admissions`."""
         # Any row but the null row will do: nothing is seated.
-        return compiled.match_admissions(self.state, self._pack(samples, [1] * len(samples)))
+        asked = self._pack(samples, [1] * len(samples))
+        return compiled.match_admissions(self.state, asked, window=self._forward.window)
 
     def admit(self, samples: Sequence[Sample]) -> None:
         """Seats samples in the rows they were given."""
         for start in range(0, len(samples), NUM_ADMISSIONS):
             group = samples[start : start + NUM_ADMISSIONS]
             admissions = self._pack(group, [sample.row_id for sample in group])
-            self._state, _ = compiled.admit(self.state, admissions)
+            self._state, _ = compiled.admit(self.state, admissions, window=self._forward.window)
 
     def _pack(self, samples: Sequence[Sample], row_ids: Sequence[int]):
         return pack_admissions(

@@ -16,6 +16,7 @@ from jpaged.core.batch import Forward
 from jpaged.core.beam import BeamOutput, Beams
 from jpaged.core.step import StepOutput
 from jpaged.engine.beam_group import BeamGroup, take_beams
+from jpaged.engine.capacity import most_blocks_taken
 from jpaged.engine.device import Device, MakeState
 from jpaged.engine.dispatch import NUM_ADMISSIONS, PrefillRow
 from jpaged.engine.lookups import Lookups
@@ -48,6 +49,7 @@ class Engine:
     ) -> None:
         assert config.max_num_seqs is not None
         self.config, self.stats = config, EngineStats()
+        self._window = forward.window
         self._device = Device(forward, jax.block_until_ready(params), config, make_state)
         self.roster = Roster(config.max_num_seqs)
         self._num_failures = 0
@@ -205,6 +207,7 @@ class Engine:
                 "context_len": num_cached,
                 "num_blocks": num_cached // block_size,
                 "num_free_hits": num_free_hits,
+                "most_taken": most_blocks_taken(self.config, self._window, num_cached),
             }
         if isinstance(sample, BeamGroup):
             return sample.view(block_size, **found)

@@ -9,6 +9,7 @@ from jinja2 import TemplateError
 
 from jpaged.config import EngineConfig, ModelConfig
 from jpaged.engine.beam_group import BeamGroup, best_sequences, make_group
+from jpaged.engine.capacity import max_blocks_per_request
 from jpaged.engine.output import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -57,7 +58,7 @@ class Intake:
         self._model, self._config, self._tokenizer = model, config, tokenizer
         self._max_model_len: int = config.max_model_len
         self._num_blocks = num_blocks
-        self._pool_tokens = (num_blocks - 1) * config.cache.block_size
+        self._most_held = max_blocks_per_request(config, model)
         self._eos_ids = _eos_ids(generation_config, tokenizer)
         self._num_requests = 0
         self.default_params = _default_params(generation_config if use_defaults else {})
@@ -162,7 +163,7 @@ class Intake:
         block_size = self._config.cache.block_size
         num_shared = prompt_len // block_size
         num_all = -(-(request.max_len - 1) // block_size)
-        needed = num_shared + width * (num_all - num_shared)
+        needed = min(num_shared + width * (num_all - num_shared), width * self._most_held)
         if needed > self._num_blocks - 1:
             raise RequestTooLongError(
                 f"{width} beams of {prompt_len} prompt tokens and up to {params.max_tokens} of "
@@ -220,12 +221,14 @@ class Intake:
             )
         max_len = min(limit, prompt_len + (params.max_tokens or limit))
         # The last token's KV is never needed.
-        if max_len - 1 > self._pool_tokens:
-            room = self._pool_tokens + 1 - prompt_len
+        needed = min(-(-(max_len - 1) // self._config.cache.block_size), self._most_held)
+        if needed > self._num_blocks - 1:
+            pool_tokens = (self._num_blocks - 1) * self._config.cache.block_size
+            room = pool_tokens + 1 - prompt_len
             way = f"lower max_tokens to at most {room}" if room > 0 else "shorten the prompt"
             raise RequestTooLongError(
                 f"{prompt_len} prompt tokens and up to {max_len - prompt_len} of output need more "
-                f"than the {self._pool_tokens} tokens of the block pool; {way}, or start the "
+                f"than the {pool_tokens} tokens of the block pool; {way}, or start the "
                 "engine with a larger pool"
             )
         return max_len

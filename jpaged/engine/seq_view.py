@@ -4,6 +4,7 @@ The counts are the device's own, see `core.rows.reserve` and `core.beam.blocks_w
 """
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 
 Keys = Sequence[bytes]  # names of a sequence's full blocks, see `prefix_keys`
@@ -20,6 +21,7 @@ class SeqView:
     is_tail_shared: bool = False  # its next write copies a block
     num_forks: int = 0  # samples waiting to be forked off when the prompt is read
     num_free_hits: int = 0  # waiting: cached blocks that are free, and would be taken
+    most_taken: int = sys.maxsize  # waiting: blocks that it holds beyond cached ones at a time
     keys: Keys = ()
 
     num_rows = 1
@@ -52,8 +54,9 @@ class SeqView:
         return max(grow, 0) + copy
 
     def blocks_to_start(self, block_size: int) -> int:
-        """Blocks that must be free to admit it: for all its tokens."""
-        return self.blocks_needed(self.gap, block_size)
+        """Blocks that must be free to admit it: for all its tokens, as far as it holds their blocks
+        at the same time."""
+        return min(self.blocks_needed(self.gap, block_size), self.most_taken)
 
     def window_blocks(self, num_steps: int, block_size: int) -> int:
         """Blocks to take before a window of `num_steps`, as far as it can use one."""
@@ -80,6 +83,7 @@ class GroupView:
     num_live: int = 1  # rows that hold beams now
     num_tails: int = 1  # different blocks among the live rows' partly filled ones
     num_free_hits: int = 0
+    most_taken: int = sys.maxsize
     keys: Keys = ()
 
     num_forks = 0
@@ -123,7 +127,8 @@ class GroupView:
         so that it is not admitted only to give up."""
         num_blocks = max(-(-(self.num_tokens - 1) // block_size), self.num_blocks)
         read = dataclasses.replace(self, context_len=self.num_tokens - 1, num_blocks=num_blocks)
-        return num_blocks - self.num_blocks + read.window_blocks(1, block_size)
+        needed = num_blocks - self.num_blocks + read.window_blocks(1, block_size)
+        return min(needed, self.most_taken)
 
     def window_blocks(self, num_steps: int, block_size: int) -> int:
         """Blocks to take before a window of `num_steps`, at worst."""

@@ -49,7 +49,7 @@ def make_forward(config: ModelConfig, *, deterministic: bool = False) -> Forward
     def logits(params: Params, hidden: Float[Array, "B D"]) -> Float[Array, "B V"]:
         return bind(config, params, fused=True, row_invariant=deterministic).logits(hidden)
 
-    return Forward(hidden, logits)
+    return Forward(hidden, logits, config.widest_window)
 
 
 @ft.lru_cache(maxsize=16)

@@ -117,6 +117,8 @@ def test_a_llama_setting(settings: dict[str, Any], field: str, value: object):
     ],
 )
 def test_windows(hf: dict[str, Any], expected: list[int | None]):
+    widest = max((window for window in expected if window), default=None)
+    assert ModelConfig.from_hf(hf).widest_window == (None if None in expected else widest)
     assert windows(hf) == expected
 
 

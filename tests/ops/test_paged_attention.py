@@ -1,6 +1,7 @@
 """Paged attention against the dense oracle: lengths, block sizes, windows, caps, sinks, NaN."""
 
 import functools as ft
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import jpaged.ops.paged_attention as paged
 from jpaged.ops.kv_cache import init_layer_kv, write_kv
 from jpaged.ops.paged_attention import paged_attention
 from tests.oracles import attention as oracle
@@ -168,6 +170,39 @@ def test_blocks_that_left_the_window_may_hold_nan():
     case = case | {"block_table": jnp.asarray(table)}
     # Positions below 280 (a decode at 299) and 250 (a first query at 270) are out of sight.
     check(case, (k_pool, np.nan_to_num(v_pool)), window=20)
+
+
+@deterministic_or_not
+def test_tiles_that_left_every_window_are_not_read_and_no_bit_misses_them(
+    deterministic, monkeypatch
+):
+    rows = [(700, 1), (0, 1), (600, 1), (900, 20)]
+    case, _ = make_case(7, rows, num_decode_rows=3, num_tokens=24, block_size=16, table_width=60)
+    rule = {"scale": 0.2, "soft_cap": None, "deterministic": deterministic}
+    read, read_tile = [], paged._read_tile
+
+    def recorded(t, *args):
+        read.append(int(t))
+        return read_tile(t, *args)
+
+    def plain_loop(begin, end, body, carry):
+        for t in range(int(begin), int(end)):
+            carry = body(jnp.int32(t), carry)
+        return carry
+
+    with monkeypatch.context() as patch:
+        patch.setattr(paged, "_read_tile", recorded)
+        patch.setattr(paged, "lax", SimpleNamespace(**vars(jax.lax) | {"fori_loop": plain_loop}))
+        paged_attention(**case, window=100, **rule)
+        # Decoding: positions 500 to 699, of all rows together. The prompt's: 781 to 899.
+        assert read == [3, 4, 5, 6, 7]
+
+    table = np.asarray(case["block_table"]).copy()
+    for row, first in enumerate([600, 0, 500, 781]):
+        table[row, : first // 16] = 0
+    gone = case | {"block_table": jnp.asarray(table)}
+    kept, left = (np.asarray(attend(**c, window=100, **rule)) for c in (case, gone))
+    np.testing.assert_array_equal(kept, left)
 
 
 @settings(max_examples=40)
