@@ -165,8 +165,8 @@ def _key_words(keys: Array, num_prompts: int) -> UInt32[Array, "A 2"]:
 def blocks_per_prompt(prompt_len: int, max_new_tokens: int, n: int, block_size: int) -> int:
     """Most blocks that a prompt of at most `prompt_len` tokens and its n samples hold together.
 
-    Full blocks of the prompt are shared; the last token of an output needs no KV. A model whose
-    layers all have a window holds fewer: blocks behind it are let go on the way.
+    Full blocks of the prompt are shared; the last token of an output needs no KV. What a model's
+    window lets go of on the way is counted as held: such a model holds fewer.
     """
     most = 0
     for length in range(1, prompt_len + 1):
@@ -227,8 +227,9 @@ def generate(
     num_prefill_tokens: most prompt tokens in one forward pass. num_decode_steps: decode steps
         between two looks at whether any row still runs. Neither changes a token.
 
-    Raises ValueError if the state has too few rows, positions or blocks for these shapes. Blocks
-    that the caller's own rows hold are known on the device only: see `Generation.status`.
+    Raises ValueError if the state has too few rows, positions or blocks (`blocks_per_prompt`) for
+    these shapes. Blocks that the caller's own rows hold are known on the device only: see
+    `Generation.status`.
     """
     _check_room(state, prompts, max_new_tokens, n)
     row_ids = _find_seats(state.rows, prompt_lens, prompts.shape[1], n)

@@ -13,6 +13,7 @@ import pytest
 
 from jpaged.core.beam import VLLM, beam_window
 from jpaged.core.block_pool import num_free
+from jpaged.core.functional import Sampling, generate
 from jpaged.core.rows import admit, fork, leave_window, match_admissions, release
 from jpaged.core.state import EngineState, check_invariants
 from jpaged.core.step import STATUS_NO_BLOCKS, STATUS_OK, StepInputs, decode_window, step
@@ -219,6 +220,28 @@ def test_beams_do_not_miss_them(num_steps):
     )
     assert beams.rule.tolist() == [VLLM]
     assert [tokens for tokens, *_ in results(beams, 0)] == [tokens for tokens, *_ in want]
+
+
+def test_a_whole_generation_as_one_function():
+    prompts = np.zeros((2, 17), np.int32)
+    for place, prompt in enumerate((PROMPTS[1], PROMPTS[3])):
+        prompts[place, : len(prompt)] = prompt
+    keys = jax.random.split(jax.random.key(0), 2)
+    found = jax.jit(
+        ft.partial(
+            generate,
+            forward=windowed_forward(WINDOW),
+            max_new_tokens=12,
+            sampling=Sampling(temperature=0.0),
+            n=2,
+            num_prefill_tokens=8,
+            num_decode_steps=3,
+        )
+    )(counting_params(), fresh(), jnp.asarray(prompts), jnp.array([17, 8]), keys)
+    for row, prompt in enumerate([PROMPTS[1]] * 2 + [PROMPTS[3]] * 2):
+        want = greedy_continuation(prompt, 12, window=WINDOW)
+        assert found.token_ids[row].tolist() == want
+    assert int(num_free(check(found.state).pool)) == fresh().pool.ref_count.size - 1
 
 
 def test_without_a_window_nothing_is_done():

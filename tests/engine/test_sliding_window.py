@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jpaged.config import EngineConfig
 from jpaged.core.state import check_invariants, init_state
@@ -162,6 +164,36 @@ def test_samples_of_one_prompt_are_those_of_a_roomy_pool():
         found.append([[s.output_ids for s in request.samples] for request in requests])
     assert found[0] == found[1]
     assert len({tuple(tokens) for tokens in found[0][0]}) == 3
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    mix=st.lists(
+        st.tuples(st.integers(1, 40), st.integers(1, 20), st.integers(1, 3), st.integers(0, 2)),
+        min_size=2,
+        max_size=6,
+    ),
+    num_steps=st.integers(0, 20),
+)
+def test_any_mix_gives_each_its_tokens_and_leaves_no_block(mix, num_steps):
+    """Prompts of shared families, samples, one aborted after some steps, in the smallest pool."""
+    windowed = Windowed(**TIGHT)
+    requests = []
+    for prompt_len, max_tokens, n, family in mix:
+        prompt = [(family * 11 + j * j) % 50 for j in range(prompt_len)]
+        params = SamplingParams(temperature=float(n > 1), top_k=1, max_tokens=max_tokens, n=n)
+        requests += windowed.intake.accept([prompt], params)
+    for request in requests:
+        windowed.engine.add(request)
+    for _ in range(num_steps):
+        windowed.engine.step()
+        windowed.check()
+    if not requests[0].is_finished:
+        windowed.engine.abort(requests[:1])
+        windowed.check()
+    windowed.run()
+    assert_right(requests[1:])
+    assert windowed.peak <= windowed.most_held
 
 
 def test_beams_longer_than_the_pool():
