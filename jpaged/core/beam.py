@@ -27,6 +27,7 @@ from jpaged.core.block_pool import num_free
 from jpaged.core.rows import fork, leave_window, reserve, share_rows
 from jpaged.core.state import NULL_ROW, EngineState, Rows
 from jpaged.core.step import STATUS_BAD_NUMBERS, STATUS_NO_BLOCKS, STATUS_OK, run_forward
+from jpaged.core.vocabulary import top_logprobs
 from jpaged.typing import Array, Bool, Float, Int, Params
 
 VLLM = 0
@@ -296,9 +297,8 @@ def _choose(
 
 
 def _candidates(beams: Beams, logits: Float[Array, "G W V"], num_candidates: int) -> _Candidates:
-    (G, W), k = logits.shape[:2], min(num_candidates, logits.shape[2])
-    top, token = lax.top_k(logits, k)
-    logprob = top - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    (G, W, V), k = logits.shape, min(num_candidates, logits.shape[2])
+    logprob, token = (x.reshape(G, W, k) for x in top_logprobs(logits.reshape(G * W, V), k))
     cum_logprob = (beams.live.cum_logprob[..., None] + logprob).reshape(G, W * k)
     cum_logprob, order = lax.top_k(cum_logprob, W * k)
     place = jnp.broadcast_to(jnp.arange(W * k, dtype=jnp.int32), order.shape)
@@ -306,7 +306,7 @@ def _candidates(beams: Beams, logits: Float[Array, "G W V"], num_candidates: int
     return _Candidates(
         cum_logprob=jnp.where(is_seen, cum_logprob, NONE),
         logprob=jnp.take_along_axis(logprob.reshape(G, -1), order, axis=1),
-        token=jnp.take_along_axis(token.reshape(G, -1), order, axis=1).astype(jnp.int32),
+        token=jnp.take_along_axis(token.reshape(G, -1), order, axis=1),
         parent=(order // k).astype(jnp.int32),
     )
 

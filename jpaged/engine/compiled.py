@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import monitoring
 
-from jpaged.core import beam, block_pool, rows, step
+from jpaged.core import beam, block_pool, rows, step, usage
 from jpaged.core.state import EngineState, init_state
 from jpaged.model_config import ModelConfig
 from jpaged.models.prepare import prepare
@@ -22,7 +22,6 @@ from jpaged.typing import Array, Int, Params, UInt32
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 match_admissions = jax.jit(rows.match_admissions, static_argnames="window")
-admit = jax.jit(rows.admit, donate_argnames="state", static_argnames="window")
 run_step = jax.jit(
     step.step,
     donate_argnames="state",
@@ -37,7 +36,15 @@ run_beams = jax.jit(
     donate_argnames="state",
     static_argnames=("forward", "num_steps", "num_candidates"),
 )
+read_usage = jax.jit(usage.usage)
 reset_hashes = jax.jit(block_pool.reset_hashes, donate_argnames="pool")
+
+
+def _admit(
+    state: EngineState, admissions: rows.Admissions, *, window: int | None
+) -> tuple[EngineState, Int[Array, ""]]:
+    state, _ = rows.admit(state, admissions, window=window)
+    return state, block_pool.num_free(state.pool)
 
 
 def _release(state: EngineState, row_ids: Int[Array, " A"]) -> tuple[EngineState, Int[Array, ""]]:
@@ -85,6 +92,7 @@ empty_state = jax.jit(
         "is_cpu",
     ),
 )
+admit = jax.jit(_admit, donate_argnames="state", static_argnames="window")
 release = jax.jit(_release, donate_argnames="state")
 prepare_params = jax.jit(_prepare, static_argnames=("config", "dtype"))
 

@@ -14,6 +14,7 @@ from jpaged.core.batch import Forward
 from jpaged.core.beam import BeamOutput, Beams
 from jpaged.core.state import EngineState
 from jpaged.core.step import StepOutput
+from jpaged.core.usage import Usage
 from jpaged.engine import compiled
 from jpaged.engine.beam_group import BeamGroup, pack_beams, pack_spread
 from jpaged.engine.dispatch import (
@@ -101,12 +102,16 @@ class Device:
         asked = self._pack(samples, [1] * len(samples))
         return compiled.match_admissions(self.state, asked, window=self._forward.window)
 
-    def admit(self, samples: Sequence[Sample]) -> None:
-        """Seats samples in the rows they were given."""
+    def admit(self, samples: Sequence[Sample]) -> Array:
+        """Seats samples, one or more, in the rows they were given. Returns the free blocks."""
+        num_free = jnp.int32(0)
         for start in range(0, len(samples), NUM_ADMISSIONS):
             group = samples[start : start + NUM_ADMISSIONS]
             admissions = self._pack(group, [sample.row_id for sample in group])
-            self._state, _ = compiled.admit(self.state, admissions, window=self._forward.window)
+            self._state, num_free = compiled.admit(
+                self.state, admissions, window=self._forward.window
+            )
+        return num_free
 
     def _pack(self, samples: Sequence[Sample], row_ids: Sequence[int]):
         return pack_admissions(
@@ -172,6 +177,10 @@ class Device:
         """Empties at most NUM_ADMISSIONS rows. Returns the number of free blocks."""
         self._state, num_free = compiled.release(self.state, pad_rows(row_ids, NUM_ADMISSIONS))
         return num_free
+
+    def usage(self) -> Usage:
+        """How the pool is used now."""
+        return compiled.read_usage(self.state)
 
     def reset_hashes(self) -> None:
         """Forgets all cached prefixes."""

@@ -5,6 +5,7 @@ Owns the queues and the device state. Everything here is host code; what changes
 anew from the host's records: tokens are never lost, only their KV is computed again.
 """
 
+import dataclasses
 import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from jpaged.engine.roster import Roster
 from jpaged.engine.scheduler import Limits, Plan, View, plan
 from jpaged.engine.seq_view import SeqView
 from jpaged.engine.stats import EngineStats
+from jpaged.engine.usage import CacheUsage, Snapshot, UsageMeter
 from jpaged.typing import Params
 
 logger = logging.getLogger(__name__)
@@ -53,6 +55,7 @@ class Engine:
         self._device = Device(forward, jax.block_until_ready(params), config, make_state)
         self.roster = Roster(config.max_num_seqs)
         self._num_failures = 0
+        self.meter: UsageMeter | None = None  # set one to have each forward pass weighed
         self.num_blocks = self._device.num_blocks
         self._num_free: int | jax.Array = self.num_blocks - 1
 
@@ -142,6 +145,23 @@ class Engine:
             self._num_free = int(jax.device_get(self._num_free))
         return self._num_free
 
+    def snapshot(self) -> Snapshot:
+        """Who runs, how the pool is used, and the counts so far. Reads the device."""
+        return Snapshot(
+            num_running=len(self.roster.running),
+            num_waiting=len(self.roster.waiting),
+            cache=self._cache_usage(),
+            stats=dataclasses.replace(self.stats),
+        )
+
+    def _cache_usage(self) -> CacheUsage:
+        counts = vars(jax.device_get(self._device.usage()))
+        return CacheUsage(
+            block_size=self.config.cache.block_size,
+            num_blocks=self.num_blocks - 1,
+            **{name: int(count) for name, count in counts.items()},
+        )
+
     # --- one step ---
 
     def _step(self) -> list[Request]:
@@ -157,6 +177,9 @@ class Engine:
             [self._device.beam_window(groups, chosen.num_beam_steps) for groups in beams],
         )
         read: Any = jax.device_get(outputs)
+        if self.meter is not None:
+            num_beam_steps = chosen.num_beam_steps * len(beams)
+            self.meter.record(self._cache_usage(), read[0], read[1], num_beam_steps)
         if prefill:
             self._take_prefill(prefill, read[0])
         if decoding:
@@ -248,8 +271,10 @@ class Engine:
 
     def _admit(self, samples: Sequence[Sample], views: Sequence[View]) -> None:
         """Seats waiting samples."""
+        if not samples:
+            return
         self.roster.seat(samples)
-        self._device.admit(samples)
+        self._num_free = self._device.admit(samples)
         for sample, view in zip(samples, views, strict=True):
             sample.context_len, sample.num_blocks = view.context_len, view.num_blocks
             self.stats.count_admission(sample, view.context_len)
@@ -297,10 +322,9 @@ class Engine:
         self.stats.count_window(num_steps, num_sampled)
 
     def _take_beams(self, groups: Sequence[BeamGroup], beams: Beams, output: BeamOutput) -> None:
-        take_beams(groups, beams, output, self.config.cache.block_size)
+        self.stats.count_beams(*take_beams(groups, beams, output, self.config.cache.block_size))
         self._num_free = int(output.num_free_blocks)
         self._num_failures = 0
-        self.stats.num_beam_windows += 1
 
     def _retire(self) -> list[Request]:
         """Empties the rows of samples that ended. Returns requests that are complete."""

@@ -24,7 +24,7 @@ class SeqView:
     most_taken: int = sys.maxsize  # waiting: blocks that it holds beyond cached ones at a time
     keys: Keys = ()
 
-    num_rows = 1
+    num_rows = num_live = 1
 
     @property
     def gap(self) -> int:

@@ -22,17 +22,20 @@ from jpaged.core.beam import (
     spread,
 )
 from jpaged.core.block_pool import num_free
-from jpaged.core.step import STATUS_OK
+from jpaged.core.step import STATUS_BAD_NUMBERS, STATUS_NO_BLOCKS, STATUS_OK
 from tests.core.scripted import next_logits
 from tests.core.small_core import (
     Request,
+    blocks_of,
     check,
     fragile_forward,
     fragile_params,
     fresh,
+    leave_free,
     let_go,
     run,
     seat,
+    tokens_of,
 )
 from tests.oracles.beam_search import hf_beam_search, vllm_beam_search
 
@@ -119,10 +122,76 @@ def assert_found(got, want) -> None:
     np.testing.assert_allclose([one[1:] for one in got], [one[1:] for one in want], atol=1e-4)
 
 
+def read_prompt(prompt: list[int], rows: list[int], **fields):
+    """A group that has read its prompt, and its beams."""
+    state = start(fresh(), [prompt], [rows])
+    return state, make_beams([rows], [len(prompt) + MAX_TOKENS], **fields)
+
+
+def test_a_group_that_does_not_fit_sits_out_and_goes_on_later():
+    prompts, rows = [[3, 1, 4, 1, 5], [2, 7, 1, 8, 2]], [[1, 2], [3, 4]]
+    state = start(fresh(), prompts, rows)
+    beams = make_beams(rows, [len(p) + MAX_TOKENS for p in prompts])
+    wanted = _wanted(state.rows, beams, num_steps=8)
+    short = leave_free(state, int(wanted.sum()) - 1)
+    before = jax.device_get(short.rows)
+    short, beams, output = window(short, beams, 8)
+    assert output.status.tolist() == [STATUS_OK, STATUS_NO_BLOCKS]
+    assert beams.is_done.tolist() == [True, False]
+    for row in rows[1]:
+        assert tokens_of(short, row) == before.token_ids[row, : before.num_tokens[row]].tolist()
+    short = let_go(short, *rows[0])
+    _, beams, output = window(short, beams, 8)
+    assert output.status.tolist() == [STATUS_OK, STATUS_OK]
+    for group, prompt in enumerate(prompts):
+        want = vllm_beam_search(logprobs_after, prompt, 2, MAX_TOKENS)
+        assert_found(results(beams, group), want)
+
+
+def test_bad_numbers_end_their_group_alone():
+    prompts, rows = [[3, 1, 4, 1, 5], [2, 7, 1, 8, 9]], [[1, 2], [3, 4]]
+    state = start(fresh(), prompts, rows)
+    beams = make_beams(rows, [len(p) + MAX_TOKENS for p in prompts])
+    _, beams, output = window(state, beams, 8, params=fragile_params(nan_logits=5))
+    assert output.status.tolist()[0] == STATUS_BAD_NUMBERS
+    assert beams.is_done.tolist() == [True, True]
+    want = vllm_beam_search(logprobs_after, prompts[1], 2, MAX_TOKENS)
+    if output.status[1] == STATUS_OK:
+        assert_found(results(beams, 1), want)
+
+
+@pytest.mark.parametrize("num_before", [1, 3, 6])
+def test_a_search_interrupted_and_spread_again_finds_the_same(num_before):
+    prompt, rows = [3, 1, 4, 1, 5, 9, 2], [1, 2, 3]
+    state, beams = read_prompt(prompt, rows)
+    state, beams, _ = window(state, beams, num_before)
+    sequences = [tokens_of(state, row) for row in rows]
+    state = let_go(state, *rows)
+
+    columns = enumerate(zip(*sequences, strict=True))
+    common = next(i for i, column in columns if len(set(column)) > 1)
+    state, _ = seat(state, Request(1, sequences[0][: common + 1]))
+    while (left := common - int(state.rows.context_len[1])) > 0:
+        state, _ = run(state, [1], limits=[left])
+    token_ids = np.zeros((3, len(sequences[0])), np.int32)
+    token_ids[:] = sequences
+    ids = jnp.array(rows, jnp.int32)
+    state = check(
+        _spread(state, jnp.ones_like(ids), ids, token_ids, jnp.full_like(ids, len(sequences[0])))
+    )
+    assert len({tuple(blocks_of(state, row)) for row in rows}) == 1, "they share all blocks"
+
+    while not beams.is_done.all():
+        state, beams, output = window(state, beams, 3)
+        assert output.status.tolist() == [STATUS_OK]
+    want = vllm_beam_search(logprobs_after, prompt, 3, MAX_TOKENS)
+    assert_found(results(beams, 0), want)
+
+
 tokens = st.lists(st.integers(0, 49), min_size=1, max_size=11)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     prompts=st.lists(tokens, min_size=2, max_size=2),
     width=st.sampled_from([1, 3, 4]),

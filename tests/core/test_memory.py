@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jpaged.core.beam import VLLM, Beams, beam_window, empty_hypotheses, first_beams, spread
 from jpaged.core.rows import Admissions, admit, fork, release
 from jpaged.core.sampling import init_sampling_state
 from jpaged.core.state import EngineState, init_state
@@ -76,18 +77,36 @@ def make_admissions() -> Admissions:
     )
 
 
+def make_beams() -> Beams:
+    return Beams(
+        row_ids=jnp.array([[3, 4]], jnp.int32),
+        live=first_beams(1, 2, 8),
+        finished=empty_hypotheses(1, 2, 8),
+        is_done=jnp.zeros(1, bool),
+        max_len=ids(30),
+        length_penalty=jnp.ones(1),
+        rule=ids(VLLM),
+        eos_ids=jnp.full((1, 1), -1, jnp.int32),
+        ignores_eos=jnp.zeros(1, bool),
+    )
+
+
 def make_programs(dtype: str) -> dict:
     """Every program that changes the state, in an order in which they can follow each other."""
     params, forward = make_params(dtype), make_forward(CONFIG)
     run_step = ft.partial(step, forward=forward, num_tokens=NUM_TOKENS, num_decode_rows=0)
     run_mixed = ft.partial(step, forward=forward, num_tokens=NUM_TOKENS, num_decode_rows=1)
     run_window = ft.partial(decode_window, forward=forward, num_steps=3)
+    run_beams = ft.partial(beam_window, forward=forward, num_steps=3, num_candidates=4)
+    token_ids = jnp.zeros((2, 16), jnp.int32)
     inputs = StepInputs(ids(1, 2), ids(16, 16), ids(0, 1), ids(0, 0))
     return {
         "admit": lambda s: admit(s, make_admissions()),
         "step": lambda s: run_step(params, s, inputs),
         "mixed step": lambda s: run_mixed(params, s, inputs),
         "window": lambda s: run_window(params, s, ids(1, 2)),
+        "beam window": lambda s: (run_beams(params, s, make_beams())[0], None),
+        "spread": lambda s: (spread(s, ids(1, 0), ids(3, 0), token_ids, ids(16, 0)), None),
         "fork": lambda s: (fork(s, ids(1, 0), ids(3, 0), ids(1, 0)), None),
         "release": lambda s: (release(s, ids(1, 2)), None),
     }

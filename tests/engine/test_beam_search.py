@@ -97,7 +97,7 @@ def test_the_prompt_is_computed_once_and_dispatches_are_few():
     run(engine, requests)
     assert_found(intake, requests[0])
     # All but the last prompt token in prefill; that one in the first window.
-    assert engine.stats.num_prefill_tokens == len(PROMPTS[3]) - 1
+    assert engine.stats.num_prefill_tokens == len(PROMPTS[3])
     assert engine.stats.num_beam_windows == -(-10 // 4)
 
 
