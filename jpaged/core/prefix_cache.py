@@ -124,10 +124,16 @@ def _lower_bound(
 
 def prefix_block_hashes(
     token_hash: UInt32[Array, "A P 4"], root: UInt32[Array, "A 4"], *, block_size: int
-) -> tuple[UInt32[Array, "A P 4"], UInt32[Array, "A M 4"]]:
-    """Running hashes of A token lists, and the keys of their full blocks."""
-    running = running_xor(token_hash)
-    return running, running[:, block_size - 1 :: block_size] ^ root[:, None]
+) -> tuple[UInt32[Array, "A M 4"], UInt32[Array, "A M+1 4"]]:
+    """Of A token lists the keys of the full blocks, and the running hashes after 0, 1, ... of them.
+
+    Blocks are folded first: running over all tokens takes 8 times as long for 131,072 of them.
+    """
+    (A, P), S = token_hash.shape[:2], block_size
+    in_blocks = token_hash[:, : P // S * S].reshape(A, P // S, S, 4)
+    folded = lax.reduce(in_blocks, np.uint32(0), lax.bitwise_xor, (2,))
+    running = running_xor(jnp.pad(folded, ((0, 0), (1, 0), (0, 0))))
+    return running[:, 1:] ^ root[:, None], running
 
 
 def seal_blocks(

@@ -70,7 +70,7 @@ def admit(
     pool = retarget(state.pool, state.rows.block_table[at], table)
 
     num_cached = num_hits * S
-    last = jnp.take_along_axis(running, jnp.maximum(num_cached - 1, 0)[:, None, None], axis=1)
+    prefix_hash = jnp.take_along_axis(running, num_hits[:, None, None], axis=1)[:, 0]
     rows = _set_rows(
         state.rows,
         at,
@@ -81,7 +81,7 @@ def admit(
         block_table=table,
         num_blocks=num_hits,
         root=root,
-        prefix_hash=jnp.where(num_cached[:, None] > 0, last[:, 0], 0),
+        prefix_hash=prefix_hash,
         sample_index=admissions.sample_index,
         adapter_id=admissions.adapter_id,
         active=jnp.ones_like(at, bool),
@@ -93,12 +93,12 @@ def admit(
 
 
 def _match(state: EngineState, admissions: Admissions):
-    """Cached block ids [A M'], their number, the running token hashes and the rows' roots."""
+    """Cached block ids [A M'], their number, the running hashes by block, and the rows' roots."""
     S, (A, P) = state.rows.block_size, admissions.token_ids.shape
     positions = jnp.broadcast_to(jnp.arange(P, dtype=jnp.int32), (A, P))
     token_hash = hash_tokens(state.hash_key, admissions.token_ids, positions)
     root = hash_root(state.hash_key, admissions.request_root, state.weights_version)
-    running, block_hashes = prefix_block_hashes(token_hash, root, block_size=S)
+    block_hashes, running = prefix_block_hashes(token_hash, root, block_size=S)
     is_reader = admissions.reads_cache & (admissions.row_ids != NULL_ROW)
     num_full = jnp.where(is_reader, (admissions.num_tokens - 1) // S, 0)
     ids, num_hits = match_prefix(state.pool, block_hashes, num_full)
