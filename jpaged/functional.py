@@ -11,6 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jpaged.core import functional as core
 from jpaged.core import state as core_state
 from jpaged.core.batch import Forward
+from jpaged.core.beam import Beams, Hypotheses, beam_window, init_beams
 from jpaged.core.functional import (
     STATUS_NOT_SEATED,
     Generation,
@@ -52,21 +53,25 @@ __all__ = [
     "STOP_LENGTH",
     "STOP_TOKEN",
     "Admissions",
+    "Beams",
     "EngineState",
     "Forward",
     "Generation",
+    "Hypotheses",
     "ModelConfig",
     "Sampling",
     "StepInputs",
     "StepOutput",
     "abstract_params",
     "admit",
+    "beam_window",
     "blocks_per_prompt",
     "check_invariants",
     "decode_window",
     "dense_forward",
     "fork",
     "generate",
+    "init_beams",
     "init_params",
     "init_state",
     "make_admissions",

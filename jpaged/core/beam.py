@@ -14,6 +14,7 @@ Two rules are known, see `VLLM` and `HF_*`. They differ in what a sequence's sco
 which finished sequences count, and in when a search is over.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -79,6 +80,36 @@ class BeamOutput:
     num_tails: Int[Array, " G"]  # different blocks that the rows would write into next
     status: Int[Array, " G"]
     num_free_blocks: Int[Array, ""]
+
+
+def init_beams(
+    row_ids: Int[Array, "G W"],
+    prompt_lens: Int[Array, " G"],
+    *,
+    max_tokens: int,
+    rule: int = VLLM,
+    length_penalty: float = 1.0,
+    eos_ids: Sequence[int] = (),
+    ignores_eos: bool = False,
+) -> Beams:
+    """Groups at the start of their search, at most `max_tokens` tokens of output each.
+
+    Row `row_ids[g, 0]` is seated with group g's prompt, and has or will have KV of all but its last
+    token; the other rows are empty.
+    """
+    G, W = row_ids.shape
+    ids = jnp.array([*eos_ids] or [-1], jnp.int32)
+    return Beams(
+        row_ids=row_ids,
+        live=first_beams(G, W, max_tokens),
+        finished=empty_hypotheses(G, W, max_tokens),
+        is_done=jnp.zeros(G, bool),
+        max_len=prompt_lens + max_tokens,
+        length_penalty=jnp.full(G, length_penalty, jnp.float32),
+        rule=jnp.full(G, rule, jnp.int32),
+        eos_ids=jnp.broadcast_to(ids, (G, ids.shape[0])),
+        ignores_eos=jnp.full(G, ignores_eos),
+    )
 
 
 def empty_hypotheses(num_groups: int, width: int, max_tokens: int) -> Hypotheses:

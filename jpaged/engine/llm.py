@@ -109,14 +109,20 @@ class LLM:
         params: BeamSearchParams,
         *,
         use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """The likeliest continuations of prompts, `params.beam_width` for each, best first.
 
         Beams share the prompt's blocks and each other's; none computes a token twice. Searches run
-        side by side as far as rows and blocks allow. Raises as `generate` does.
+        side by side as far as rows and blocks allow, and at most `concurrency_limit` of them; it
+        changes no result. Raises as `generate` does.
         """
+        if concurrency_limit is not None and concurrency_limit < 1:
+            raise RequestError(f"concurrency_limit must be at least 1, got {concurrency_limit}")
         requests = self._intake.accept_beams(prompts, params)
-        self._serve(requests, use_tqdm=use_tqdm)
+        size = concurrency_limit or max(len(requests), 1)
+        for start in range(0, len(requests), size):
+            self._serve(requests[start : start + size], use_tqdm=use_tqdm)
         return [self._intake.beams_of(request) for request in requests]
 
     def chat(

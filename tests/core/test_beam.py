@@ -17,8 +17,7 @@ from jpaged.core.beam import (
     Beams,
     beam_window,
     blocks_wanted,
-    empty_hypotheses,
-    first_beams,
+    init_beams,
     spread,
 )
 from jpaged.core.block_pool import num_free
@@ -55,19 +54,11 @@ def logprobs_after(tokens: list[int]) -> np.ndarray:
     return logits - np.log(np.sum(np.exp(logits)))
 
 
-def make_beams(row_ids: list[list[int]], max_lens: list[int], **fields) -> Beams:
-    (G, W) = np.shape(row_ids)
-    per_group = {"length_penalty": 1.0, "rule": VLLM, "ignores_eos": False} | fields
-    eos_ids = per_group.pop("eos_ids", ())
-    dtypes = {"length_penalty": jnp.float32, "rule": jnp.int32, "ignores_eos": jnp.bool_}
-    return Beams(
-        row_ids=jnp.array(row_ids, jnp.int32),
-        live=first_beams(G, W, MAX_TOKENS),
-        finished=empty_hypotheses(G, W, MAX_TOKENS),
-        is_done=jnp.zeros(G, bool),
-        max_len=jnp.array(max_lens, jnp.int32),
-        eos_ids=jnp.array([[*eos_ids, -1, -1][:NUM_EOS]] * G, jnp.int32),
-        **{name: jnp.full(G, value, dtypes[name]) for name, value in per_group.items()},
+def make_beams(row_ids: list[list[int]], max_lens: list[int], *, eos_ids=(), **fields) -> Beams:
+    prompt_lens = jnp.array(max_lens, jnp.int32) - MAX_TOKENS
+    eos_ids = [*eos_ids, -1, -1][:NUM_EOS]
+    return init_beams(
+        jnp.array(row_ids, jnp.int32), prompt_lens, max_tokens=MAX_TOKENS, eos_ids=eos_ids, **fields
     )
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.core.beam import VLLM, Beams, beam_window, empty_hypotheses, first_beams, spread
+from jpaged.core.beam import Beams, beam_window, init_beams, spread
 from jpaged.core.rows import Admissions, admit, fork, release
 from jpaged.core.sampling import init_sampling_state
 from jpaged.core.state import EngineState, init_state
@@ -78,17 +78,7 @@ def make_admissions() -> Admissions:
 
 
 def make_beams() -> Beams:
-    return Beams(
-        row_ids=jnp.array([[3, 4]], jnp.int32),
-        live=first_beams(1, 2, 8),
-        finished=empty_hypotheses(1, 2, 8),
-        is_done=jnp.zeros(1, bool),
-        max_len=ids(30),
-        length_penalty=jnp.ones(1),
-        rule=ids(VLLM),
-        eos_ids=jnp.full((1, 1), -1, jnp.int32),
-        ignores_eos=jnp.zeros(1, bool),
-    )
+    return init_beams(jnp.array([[3, 4]], jnp.int32), ids(22), max_tokens=8)
 
 
 def make_programs(dtype: str) -> dict:
