@@ -11,7 +11,8 @@ from jax.typing import ArrayLike, DTypeLike
 from jpaged.core import functional as core
 from jpaged.core import state as core_state
 from jpaged.core.batch import Forward
-from jpaged.core.beam import Beams, Hypotheses, beam_window, init_beams
+from jpaged.core.beam import beam_window
+from jpaged.core.beam_rules import Beams, Hypotheses, init_beams
 from jpaged.core.functional import (
     STATUS_NOT_SEATED,
     Generation,

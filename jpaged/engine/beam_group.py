@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jpaged.core.beam import HF_FALSE, HF_NEVER, HF_TRUE, NONE, VLLM, BeamOutput, Beams, Hypotheses
+from jpaged.core.beam import BeamOutput
+from jpaged.core.beam_rules import HF_FALSE, HF_NEVER, HF_TRUE, NONE, VLLM, Beams, Hypotheses
 from jpaged.core.step import STATUS_BAD_NUMBERS
 from jpaged.engine.dispatch import pad_rows
 from jpaged.engine.request import Request, Sample

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from jpaged.config import EngineConfig
 from jpaged.core.batch import Forward
-from jpaged.core.beam import BeamOutput, Beams
+from jpaged.core.beam import BeamOutput
+from jpaged.core.beam_rules import Beams
 from jpaged.core.state import EngineState
 from jpaged.core.step import StepOutput
 from jpaged.core.usage import Usage

@@ -14,7 +14,8 @@ import jax
 
 from jpaged.config import EngineConfig
 from jpaged.core.batch import Forward
-from jpaged.core.beam import BeamOutput, Beams
+from jpaged.core.beam import BeamOutput
+from jpaged.core.beam_rules import Beams
 from jpaged.core.step import StepOutput
 from jpaged.engine.beam_group import BeamGroup, take_beams
 from jpaged.engine.capacity import most_blocks_taken
@@ -277,7 +278,8 @@ class Engine:
         self._num_free = self._device.admit(samples)
         for sample, view in zip(samples, views, strict=True):
             sample.context_len, sample.num_blocks = view.context_len, view.num_blocks
-            self.stats.count_admission(sample, view.context_len)
+            has_cache = self.config.cache.enable_prefix_caching
+            self.stats.count_admission(sample, view.context_len, has_cache=has_cache)
 
     def _rows_of(
         self, chosen: Plan

@@ -29,16 +29,19 @@ class EngineStats:
     num_beam_tokens: int = 0
     first_token_at: float | None = None
 
-    def count_admission(self, sample: Sample, num_cached: int) -> None:
-        """A sample took a row; `num_cached` of its tokens had their KV in the cache."""
+    def count_admission(self, sample: Sample, num_cached: int, *, has_cache: bool) -> None:
+        """A sample took a row; `num_cached` of its tokens had their KV in the cache. Without a
+        prefix cache nobody asks it."""
+        if sample.request.num_cached_tokens is None:
+            sample.request.num_cached_tokens = num_cached
+        if not has_cache:
+            return
         if sample.has_left_a_row:
             self.num_resumed_queries += sample.num_tokens
             self.num_resumed_hits += num_cached
             return
         self.num_cache_queries += sample.num_tokens
         self.num_cache_hits += num_cached
-        if sample.request.num_cached_tokens is None:
-            sample.request.num_cached_tokens = num_cached
 
     def count_prefill(self, num_tokens: int, num_sampled: int) -> None:
         """A prefill step computed `num_tokens` tokens and made `num_sampled`."""

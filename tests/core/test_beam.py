@@ -9,17 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.core.beam import (
-    HF_FALSE,
-    HF_NEVER,
-    HF_TRUE,
-    VLLM,
-    Beams,
-    beam_window,
-    blocks_wanted,
-    init_beams,
-    spread,
-)
+from jpaged.core.beam import beam_window, blocks_wanted, spread
+from jpaged.core.beam_rules import HF_FALSE, HF_NEVER, HF_TRUE, VLLM, Beams, init_beams
 from jpaged.core.block_pool import num_free
 from jpaged.core.step import STATUS_BAD_NUMBERS, STATUS_NO_BLOCKS, STATUS_OK
 from tests.core.scripted import next_logits

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.core.beam import VLLM, beam_window
+from jpaged.core.beam import beam_window
+from jpaged.core.beam_rules import VLLM
 from jpaged.core.block_pool import num_free
 from jpaged.core.functional import Sampling, generate
 from jpaged.core.rows import admit, fork, leave_window, match_admissions, release

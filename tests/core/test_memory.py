@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.core.beam import Beams, beam_window, init_beams, spread
+from jpaged.core.beam import beam_window, spread
+from jpaged.core.beam_rules import Beams, init_beams
 from jpaged.core.rows import Admissions, admit, fork, release
 from jpaged.core.sampling import init_sampling_state
 from jpaged.core.state import EngineState, init_state
