@@ -13,7 +13,11 @@ from tests.engine.hf_tokens import hf_greedy
 from tests.engine.test_hf_tokens import hf_case, make_prompts
 from tests.models.hf_models import CASES, make_hf_model
 
-FAMILIES = ["llama_llama3", "qwen2", "gemma3"]
+FAMILIES = [
+    "gemma3",
+    pytest.param("llama_llama3", marks=pytest.mark.slow),
+    pytest.param("qwen2", marks=pytest.mark.slow),
+]
 MAX_TOKENS = 12
 SETTINGS = [(0.0, False), (1.0, False), (1.0, True), (2.0, "never")]
 

@@ -85,12 +85,15 @@ def run_mixed(llm: LLM, work: list[tuple[list[int], Any]], rng: random.Random) -
     return {i: answer(llm, r) for i, r in enumerate(requests) if i not in aborted}
 
 
-@pytest.mark.parametrize("num_blocks", [100, 20])
-def test_each_request_gets_what_it_gets_alone(num_blocks: int):
+@pytest.mark.parametrize(
+    ("num_blocks", "num_mixes"),
+    [(20, 3), pytest.param(100, 20, marks=pytest.mark.slow)],
+)
+def test_each_request_gets_what_it_gets_alone(num_blocks: int, num_mixes: int):
     config = ModelConfig.from_hf(LLAMA)
     options = OPTIONS | {"num_gpu_blocks_override": num_blocks}
     with LLM(model=config, params=tiny_params(config, 0), **options) as llm:
-        for seed in range(4):
+        for seed in range(num_mixes):
             rng = random.Random(seed)
             work = [draw_request(rng) for _ in range(NUM_REQUESTS)]
             alone = run_alone(llm, work)

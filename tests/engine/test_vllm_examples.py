@@ -253,7 +253,7 @@ class TestLookup:
     def test_without_prefix_caching_nothing_is_found(self):
         engine, intake = make_engine(enable_prefix_caching=False)
         assert [hits(engine, intake, PREFIX) for _ in range(2)] == [0, 0]
-        assert engine.stats.num_cache_hits == 0
+        assert (engine.stats.num_cache_queries, engine.stats.num_cache_hits) == (0, 0)
         assert engine.stats.num_prefill_tokens == 2 * len(PREFIX)
 
 
