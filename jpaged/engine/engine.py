@@ -8,7 +8,7 @@ anew from the host's records: tokens are never lost, only their KV is computed a
 import dataclasses
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -17,6 +17,7 @@ from jpaged.core.batch import Forward
 from jpaged.core.beam import BeamOutput
 from jpaged.core.beam_rules import Beams
 from jpaged.core.step import StepOutput
+from jpaged.core.usage import Usage
 from jpaged.engine.beam_group import BeamGroup, take_beams
 from jpaged.engine.capacity import most_blocks_taken
 from jpaged.engine.device import Device, MakeState
@@ -34,6 +35,13 @@ from jpaged.typing import Params
 logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 3  # device errors after which the engine stops trying
+
+
+class _Dispatch(NamedTuple):
+    """What a program returned, and the pool's use right after it, if someone meters."""
+
+    output: Any
+    usage: Usage | None
 
 
 class Engine:
@@ -151,17 +159,28 @@ class Engine:
         return Snapshot(
             num_running=len(self.roster.running),
             num_waiting=len(self.roster.waiting),
-            cache=self._cache_usage(),
+            cache=self._cache_usage(jax.device_get(self._device.usage())),
             stats=dataclasses.replace(self.stats),
         )
 
-    def _cache_usage(self) -> CacheUsage:
-        counts = vars(jax.device_get(self._device.usage()))
+    def _cache_usage(self, usage: Usage) -> CacheUsage:
         return CacheUsage(
             block_size=self.config.cache.block_size,
             num_blocks=self.num_blocks - 1,
-            **{name: int(count) for name, count in counts.items()},
+            **{name: int(count) for name, count in vars(usage).items()},
         )
+
+    def _weighed(self, output: Any) -> _Dispatch:
+        return _Dispatch(output, None if self.meter is None else self._device.usage())
+
+    def _record(self, dispatch: _Dispatch, num_new: Sequence[int]) -> None:
+        if self.meter is not None and dispatch.usage is not None:
+            self.meter.record(self._cache_usage(dispatch.usage), num_new)
+
+    def _growth(self, output: StepOutput) -> list[int]:
+        """What each pass of a window that ran anything is to be recorded with."""
+        num_new = [num for num in output.granted.sum(axis=1).tolist() if num]
+        return num_new if self._window is None else [0] * len(num_new)
 
     # --- one step ---
 
@@ -172,21 +191,21 @@ class Engine:
             [lookups.view(place) for place in chosen.admitted],
         )
         prefill, decoding, beams = self._rows_of(chosen)
-        outputs = (
-            self._device.step(prefill) if prefill else None,
-            self._device.window(decoding, chosen.num_steps) if decoding else None,
-            [self._device.beam_window(groups, chosen.num_beam_steps) for groups in beams],
+        dispatches = (
+            self._weighed(self._device.step(prefill)) if prefill else None,
+            self._weighed(self._device.window(decoding, chosen.num_steps)) if decoding else None,
+            [self._weighed(self._device.beam_window(g, chosen.num_beam_steps)) for g in beams],
         )
-        read: Any = jax.device_get(outputs)
-        if self.meter is not None:
-            num_beam_steps = chosen.num_beam_steps * len(beams)
-            self.meter.record(self._cache_usage(), read[0], read[1], num_beam_steps)
-        if prefill:
-            self._take_prefill(prefill, read[0])
-        if decoding:
-            self._take_window(decoding, read[1], chosen.num_steps)
-        for groups, output in zip(beams, read[2], strict=True):
-            self._take_beams(groups, *output)
+        prefilled, decoded, searched = jax.device_get(dispatches)
+        if prefilled:
+            self._record(prefilled, [0])
+            self._take_prefill(prefill, prefilled.output)
+        if decoded:
+            self._record(decoded, self._growth(decoded.output))
+            self._take_window(decoding, decoded.output, chosen.num_steps)
+        for groups, one in zip(beams, searched, strict=True):
+            self._record(one, [0] * chosen.num_beam_steps)
+            self._take_beams(groups, *one.output)
         finished = self._retire()
         if not self.has_unfinished:
             self._num_failures = 0

@@ -1,7 +1,7 @@
 """What the pool's memory is used for, at a moment and over a run."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
 
 from jpaged.engine.stats import EngineStats
 
@@ -50,7 +50,8 @@ class UsageMeter:
     """Averages over the forward passes of a run, each with the blocks that were held while it ran.
 
     A window's blocks are reserved before its first pass and let go after its last; its KV grows by
-    a token a row. A window of beams, which takes blocks as it goes, counts as it ends.
+    a token a row. Where blocks come and go meanwhile, in a window of beams or behind the window of
+    a model, all its passes count as it ends.
     """
 
     def __init__(self) -> None:
@@ -67,29 +68,15 @@ class UsageMeter:
         """The average of `CacheUsage.sharing`."""
         return self._sharing / max(self.num_passes, 1)
 
-    def record(self, end: CacheUsage, prefill: Any, window: Any, num_beam_steps: int) -> None:
-        """Takes in the dispatches between two plans.
+    def record(self, end: CacheUsage, num_new: Sequence[int]) -> None:
+        """Takes in a dispatch.
 
-        end: the pool after them, before any row is let go. prefill, window: their outputs, NumPy's;
-        None if there were none.
+        end: the pool after it, before any row is let go. num_new: the tokens by which the KV grew
+        in each of its passes, or zeros to count them all as it ends.
         """
-        for _ in range(num_beam_steps):
+        for num_tokens in reversed(num_new):
             self._add(end)
-        if window is not None:
-            for num_new in window.granted.sum(axis=1)[::-1].tolist():
-                if num_new:
-                    self._add(end)
-                end = dataclasses.replace(end, num_kv_tokens=end.num_kv_tokens - num_new)
-        if prefill is not None:
-            num_later = int(prefill.num_free_blocks) - end.num_free
-            self._add(
-                dataclasses.replace(
-                    end,
-                    num_free=end.num_free + num_later,
-                    num_held=end.num_held - num_later,
-                    num_entries=end.num_entries - num_later,
-                )
-            )
+            end = dataclasses.replace(end, num_kv_tokens=end.num_kv_tokens - num_tokens)
 
     def _add(self, usage: CacheUsage) -> None:
         self.num_passes += 1

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jpaged import BeamSearchParams, SamplingParams, cli
-from jpaged.core.step import StepOutput
 from jpaged.engine.usage import CacheUsage, UsageMeter
 from tests.bench.test_throughput import MODEL, WORK, write
 from tests.engine.counting import greedy, make_counting_engine, run
+from tests.engine.test_sliding_window import Windowed
 
 
 def bench(workload: Path, *options: Any) -> dict[str, Any]:
@@ -46,11 +46,6 @@ def usage(**counts: int) -> CacheUsage:
     return CacheUsage(**(fields | counts))
 
 
-def output(granted: list[list[int]], num_free: int) -> StepOutput:
-    nothing = np.zeros(2, np.int32)
-    return StepOutput(nothing, nothing, nothing, nothing, np.array(granted), nothing, num_free)
-
-
 def test_waste_and_sharing_are_what_their_names_say():
     assert usage().waste == pytest.approx(1 - 21 / 24)
     assert usage().sharing == pytest.approx(1 - 6 / 8)
@@ -60,14 +55,49 @@ def test_waste_and_sharing_are_what_their_names_say():
 
 def test_each_pass_of_a_window_is_weighed_with_the_kv_it_had():
     meter = UsageMeter()
-    # Two rows and then one ran; before the window took two blocks, a step of prefill ran.
-    window = output([[1, 1], [1, 0], [0, 0]], 14)
-    meter.record(usage(), output([3, 2], 16), window, 0)
-    passes = [(21, 6, 8), (20, 6, 8), (18, 4, 6)]
+    meter.record(usage(num_held=4, num_entries=6, num_kv_tokens=14), [0])
+    meter.record(usage(), [2, 1])
+    passes = [(14, 4, 6), (20, 6, 8), (21, 6, 8)]
     assert meter.num_passes == len(passes)
     assert meter.waste == pytest.approx(np.mean([1 - kv / (4 * held) for kv, held, _ in passes]))
     assert meter.sharing == pytest.approx(np.mean([1 - held / n for _, held, n in passes]))
     assert meter.peak_held == 6
+
+
+class Passes(UsageMeter):
+    """Keeps what it averages."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def _add(self, usage: CacheUsage) -> None:
+        self.seen.append(usage)
+        super()._add(usage)
+
+
+def test_a_prompt_beside_beams_is_weighed_with_its_own_blocks():
+    """Not with the KV that the beams' window wrote after it, into blocks it took after it."""
+    engine, intake = make_counting_engine(max_num_batched_tokens=64)
+    engine.meter = meter = Passes()
+    (search,) = intake.accept_beams(list(range(8)), BeamSearchParams(beam_width=4, max_tokens=30))
+    engine.add(search)
+    engine.step()
+    (request,) = intake.accept([9] * 40, greedy(2))
+    run(engine, [request])
+    leader, prompt = (one for one in meter.seen if one.num_kv_tokens in (7, 47))
+    assert (leader.num_held, leader.num_entries) == (2, 2)
+    assert (prompt.num_held, prompt.num_entries) == (12, 12)
+    assert all(0 <= one.waste < 1 and 0 <= one.sharing < 1 for one in meter.seen)
+
+
+def test_no_pass_has_less_kv_than_none_where_blocks_are_given_back():
+    """A row writes more tokens in twelve steps than its blocks hold in the end."""
+    windowed = Windowed(num_decode_steps=12)
+    windowed.engine.meter = meter = Passes()
+    windowed.run(*windowed.intake.accept([1, 2, 3], greedy(30)))
+    assert len(meter.seen) == 30
+    assert all(0 <= one.waste < 1 for one in meter.seen)
 
 
 def test_a_snapshot_counts_blocks_by_what_they_are_for():
