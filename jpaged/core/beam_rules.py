@@ -174,13 +174,20 @@ def _scores(
     length = jnp.where(
         (beams.rule == VLLM)[:, None], num_after[:, None] - is_eos.astype(jnp.int32), num_generated
     )
-    return found.cum_logprob / _power(length, beams.length_penalty[:, None])
+    return _score(found.cum_logprob, length, beams.length_penalty[:, None])
 
 
-def _power(
-    length: Int[Array, "*#shape"], penalty: Float[Array, "*#shape"]
-) -> Float[Array, "*#shape"]:
-    return jnp.maximum(length, 1).astype(jnp.float32) ** penalty
+def _score(
+    cum_logprob: Float[Array, "*shape"],
+    length: Int[Array, "*#shape"],
+    penalty: Float[Array, "*#shape"],
+) -> Float[Array, "*shape"]:
+    """cum_logprob / length ** penalty, which is NONE for no sequence alone, however large or small
+    the power is."""
+    limits = jnp.finfo(jnp.float32)
+    power = jnp.maximum(length, 1).astype(jnp.float32) ** penalty
+    score = cum_logprob / jnp.clip(power, limits.tiny, limits.max)
+    return jnp.where(cum_logprob > NONE, jnp.maximum(score, limits.min), NONE)
 
 
 class _Extended(NamedTuple):
@@ -234,7 +241,7 @@ def _is_over(beams: Beams, num_after: Int[Array, " G"]) -> Bool[Array, " G"]:
     longest = num_generated + beams.max_len - num_after
     is_hopeful = (beams.rule == HF_NEVER) & (beams.length_penalty > 0)
     length = jnp.where(is_hopeful, longest, num_generated)
-    best = beams.live.cum_logprob[:, 0] / _power(length, beams.length_penalty)
+    best = _score(beams.live.cum_logprob[:, 0], length, beams.length_penalty)
     is_beaten = best <= jnp.min(beams.finished.score, axis=1)
     is_settled = (beams.rule != VLLM) & is_full & (is_beaten | (beams.rule == HF_TRUE))
     return beams.is_done | is_last | is_settled

@@ -169,7 +169,7 @@ def pack_beams(
     def stack(name: str) -> Hypotheses:
         rows = [getattr(group, name) for group in groups]
         return jax.tree.map(
-            lambda *xs: np.stack([_widen(x, max_tokens) for x in xs]),
+            lambda *xs: np.stack([_fitted(x, max_tokens) for x in xs]),
             *rows,
             *[_no_sequences(W, max_tokens)] * missing,
         )
@@ -194,15 +194,19 @@ def pack_beams(
     )
 
 
-def _widen(x: Any, max_tokens: int) -> Any:
-    return np.pad(x, ((0, 0), (0, max_tokens - x.shape[1]))) if x.ndim == 2 else x
+def _fitted(x: Any, max_tokens: int) -> Any:
+    """A list of tokens with room for `max_tokens`: it may come from a window with more, too."""
+    if x.ndim < 2:
+        return x
+    kept = x[:, :max_tokens]
+    return np.pad(kept, ((0, 0), (0, max_tokens - kept.shape[1])))
 
 
 def take_beams(
     groups: Sequence[BeamGroup], beams: Beams, output: BeamOutput, block_size: int
 ) -> tuple[int, int]:
-    """Records a window. Returns the last tokens of prompts that it read, and the tokens by which
-    live beams grew."""
+    """Records a window. Returns the last tokens of prompts that it read, and the tokens that it
+    chose, W in a step: whether they end their sequence or not."""
     num_prompt = num_generated = 0
     for place, group in enumerate(groups):
         before = group.num_output
@@ -215,7 +219,7 @@ def take_beams(
         group.advance(num_new, -(-(group.context_len + num_new) // block_size))
         group.num_tails = int(output.num_tails[place])
         num_prompt += int(num_new > 0 and before == 0)
-        num_generated += group.num_live * (group.num_output - before)
+        num_generated += group.width * (group.num_output - before)
         if output.status[place] == STATUS_BAD_NUMBERS:
             group.finish("error")
         elif beams.is_done[place]:

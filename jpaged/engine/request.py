@@ -80,7 +80,8 @@ class Sample:
 
     def prefix_keys(self, block_size: int) -> list[bytes]:
         """Names of its full blocks; none if it does not read the prefix cache."""
-        if self.request.params.reads_prefix_cache:
+        is_short = len(self._keys) < self.num_tokens // block_size
+        if is_short and self.request.params.reads_prefix_cache:
             extend_keys(self._keys, self.token_ids, self.request.root, block_size)
         return self._keys
 
