@@ -120,6 +120,8 @@ class BeamGroup(Sample):
             "num_rows": self.width,
             "num_live": self.num_live if self.is_spread else 1,
             "num_tails": self.num_tails,
+            "num_beams": self.num_live,
+            "beam_len": len(self.request.prompt_token_ids) + self.num_output,
         }
         keys = () if self.is_spread else self.prefix_keys(block_size)
         return GroupView(**(fields | cached), keys=keys)

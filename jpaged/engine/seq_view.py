@@ -82,6 +82,8 @@ class GroupView:
     num_rows: int  # W
     num_live: int = 1  # rows that hold beams now
     num_tails: int = 1  # different blocks among the live rows' partly filled ones
+    num_beams: int = 1  # waiting: beams there will be once the leader has read
+    beam_len: int = 0  # waiting: tokens of each
     num_free_hits: int = 0
     most_taken: int = sys.maxsize
     keys: Keys = ()
@@ -123,12 +125,20 @@ class GroupView:
         return self._own_blocks(self.num_live, self.context_len, end, self.num_tails, block_size)
 
     def blocks_to_start(self, block_size: int) -> int:
-        """Blocks that must be free to admit it: for the leader's tokens and one step of a window,
-        so that it is not admitted only to give up."""
+        """Blocks that must be free to admit it: for the leader's tokens, all that the other beams
+        know besides, and one step of a window, so that it is not admitted only to give up."""
         num_blocks = max(-(-(self.num_tokens - 1) // block_size), self.num_blocks)
-        read = dataclasses.replace(self, context_len=self.num_tokens - 1, num_blocks=num_blocks)
-        needed = num_blocks - self.num_blocks + read.window_blocks(1, block_size)
-        return min(needed, self.most_taken)
+        needed = num_blocks - self.num_blocks
+        now = dataclasses.replace(
+            self, context_len=self.num_tokens - 1, num_blocks=num_blocks, num_tails=1
+        )
+        if self.num_beams > 1:
+            now = dataclasses.replace(now, num_tokens=self.beam_len, num_live=self.num_beams)
+        if not now.is_decoding:
+            needed += now.blocks_needed(now.gap, block_size)
+            now = dataclasses.replace(now, context_len=self.beam_len - 1, num_tails=self.num_beams)
+        needed += now.window_blocks(1, block_size)
+        return min(needed, self.num_beams * self.most_taken)
 
     def window_blocks(self, num_steps: int, block_size: int) -> int:
         """Blocks to take before a window of `num_steps`, at worst."""

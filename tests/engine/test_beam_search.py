@@ -167,3 +167,20 @@ def test_a_pool_that_holds_one_search_finishes_all(prompt_len, max_tokens):
     _, small = make_engine(num_blocks=needed)
     with pytest.raises(RequestTooLongError, match="larger pool"):
         small.accept_beams(prompts, params)
+
+
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_a_search_that_gave_up_does_not_come_back_to_give_up_again(has_cache):
+    """Two older requests grow, and for many steps leave blocks for its leader but not its beams."""
+    engine, intake = make_counting_engine(25, num_decode_steps=1, enable_prefix_caching=has_cache)
+    old = intake.accept([[i % 50 for i in range(12)], [3 * i for i in range(12)]], greedy(30))
+    (search,) = intake.accept_beams([3] * 4, BeamSearchParams(beam_width=4, max_tokens=20))
+    for request in old:
+        engine.add(request)
+    while not old[1].samples[0].output_ids:
+        engine.step()
+    run(engine, [search])
+    assert engine.stats.num_preemptions == 1
+    assert_found(intake, search)
+    assert [len(request.samples[0].output_ids) for request in old] == [30, 30]
+    assert_at_rest(engine)

@@ -210,3 +210,19 @@ def test_a_group_without_blocks_is_preempted():
     assert plan([at_an_end], [], limits(free_blocks=3)).preempt
     chosen = plan([at_an_end], [], limits(free_blocks=4, num_decode_steps=8))
     assert (chosen.beams, chosen.num_beam_steps) == ((0,), 8)
+
+
+@pytest.mark.parametrize(
+    ("beam_len", "num_blocks"),
+    [
+        (40, 6),  # three that the leader reads into, and three copies of the last
+        (49, 10),  # three copies as well, and then one block each
+        (50, 10),  # the same, to know their own tokens
+    ],
+)
+def test_an_interrupted_group_comes_back_when_all_its_beams_have_blocks(beam_len, num_blocks):
+    back = group(40, 0, num_rows=4, num_beams=4, beam_len=beam_len, num_tails=4)
+    others = [decoding(5, 1)]
+    enough, too_few = (limits(free_rows=4, free_blocks=n) for n in (num_blocks, num_blocks - 1))
+    assert plan(others, [back], enough).admitted == (0,)
+    assert plan(others, [back], too_few).admitted == ()
