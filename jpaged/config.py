@@ -4,6 +4,7 @@ What a model is stands in `jpaged.model_config`. Names and defaults are vLLM's w
 """
 
 import dataclasses
+from numbers import Real
 from typing import Any, Literal
 
 from jpaged.errors import ConfigError
@@ -44,7 +45,8 @@ class CacheConfig:
         _check_range("block_size", self.block_size, 1, 256)
         _check_share("gpu_memory_utilization", self.gpu_memory_utilization)
         _check_share("cpu_memory_share", self.cpu_memory_share)
-        if isinstance(self.watermark, bool) or not 0 <= self.watermark < 1:
+        is_real = isinstance(self.watermark, Real) and not isinstance(self.watermark, bool)
+        if not (is_real and 0 <= self.watermark < 1):
             raise ConfigError(f"watermark must be from 0 to below 1, got {self.watermark!r}")
         if self.num_gpu_blocks_override is not None:
             _check_range("num_gpu_blocks_override", self.num_gpu_blocks_override, 2)

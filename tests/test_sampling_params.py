@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jpaged.errors import RequestError
-from jpaged.sampling_params import NOT_SUPPORTED_YET, SamplingParams
+from jpaged.sampling_params import NOT_SUPPORTED_YET, BeamSearchParams, SamplingParams
 
 
 def test_defaults_are_vllms():
@@ -30,6 +30,7 @@ def test_defaults_are_vllms():
         ("temperature", 2.5, "got 2.5"),
         ("temperature", math.nan, "temperature must be from 0 to 2, got nan"),
         ("temperature", math.inf, "got inf"),
+        ("temperature", 10**400, "temperature must be from 0 to 2"),
         ("temperature", "hot", "temperature must be a number, got 'hot'"),
         ("top_p", 0.0, "top_p must be above 0"),
         ("top_p", 1.1, "top_p must be from 0 to 1, got 1.1"),
@@ -55,6 +56,30 @@ def test_defaults_are_vllms():
 def test_wrong_values_are_refused_by_name(field, value, said):
     with pytest.raises(RequestError, match=field) as caught:
         SamplingParams(**{field: value})
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("beam_width", 0, "beam_width must be from 1 to 1024, got 0"),
+        ("beam_width", None, "beam_width must be an integer, got None"),
+        ("beam_width", 2.0, "got 2.0"),
+        ("max_tokens", 0, "max_tokens must be from 1"),
+        ("max_tokens", None, "max_tokens must be an integer"),
+        ("length_penalty", math.nan, "length_penalty must be from -100 to 100, got nan"),
+        ("length_penalty", 10**400, "length_penalty must be from -100 to 100"),
+        ("length_penalty", None, "length_penalty must be a number"),
+        ("early_stopping", "Never", "early_stopping must be None (vLLM's rule)"),
+        ("early_stopping", [], "got []"),
+        ("ignore_eos", 1, "ignore_eos must be True or False, got 1"),
+        ("structured_outputs", {"json": {}}, "not supported yet: structured_outputs"),
+        ("include_stop_str_in_output", True, "not supported yet: include_stop_str_in_output"),
+    ],
+)
+def test_wrong_values_of_a_beam_search_are_refused_by_name(field, value, said):
+    with pytest.raises(RequestError, match=field) as caught:
+        BeamSearchParams(**({"beam_width": 2, "max_tokens": 3} | {field: value}))
     assert said in str(caught.value)
 
 

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -117,8 +118,11 @@ class LLM:
         side by side as far as rows and blocks allow, and at most `concurrency_limit` of them; it
         changes no result. Raises as `generate` does.
         """
-        if concurrency_limit is not None and concurrency_limit < 1:
-            raise RequestError(f"concurrency_limit must be at least 1, got {concurrency_limit}")
+        is_number = isinstance(concurrency_limit, Integral) and concurrency_limit >= 1
+        if concurrency_limit is not None and not is_number:
+            raise RequestError(
+                f"concurrency_limit must be a whole number from 1, got {concurrency_limit!r}"
+            )
         requests = self._intake.accept_beams(prompts, params)
         size = concurrency_limit or max(len(requests), 1)
         for start in range(0, len(requests), size):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged import LLM, SamplingParams
+from jpaged import LLM, BeamSearchParams, SamplingParams
 from jpaged.engine import compiled
 from jpaged.errors import ConfigError, EngineClosedError, RequestError
 from jpaged.models.forward import dense_forward, init_params
@@ -132,6 +132,21 @@ def test_a_bad_request_stops_its_batch_before_any_work_and_no_other(llm):
     assert len(tokens_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False))) == 3
 
 
+def test_a_limit_of_searches_at_a_time_changes_none(llm):
+    params = BeamSearchParams(beam_width=2, max_tokens=3)
+    found = [
+        [
+            [one.tokens for one in output.sequences]
+            for output in llm.beam_search(PROMPTS, params, concurrency_limit=limit)
+        ]
+        for limit in (None, 1, np.int64(2))
+    ]
+    assert found[1:] == found[:1] * 2
+    for limit in (0, 1.5, "2"):
+        with pytest.raises(RequestError, match="concurrency_limit must be a whole number"):
+            llm.beam_search(PROMPTS, params, concurrency_limit=limit)
+
+
 @pytest.mark.parametrize(
     ("error", "names"),
     [
@@ -217,6 +232,8 @@ def test_a_model_is_a_path_or_a_config_with_params(config, tmp_path):
         ({"max_num_seqs": 64, "max_num_batched_tokens": 8}, "below max_num_seqs"),
         ({"kv_cache_memory_bytes": 1000}, "needs .* GiB"),
         ({"gpu_memory_utilization": 0.0}, "above 0"),
+        ({"watermark": 1.0}, "watermark must be from 0 to below 1, got 1.0"),
+        ({"watermark": "0.1"}, "watermark must be .*, got '0.1'"),
         ({"dtype": "int3"}, "int3"),
         ({"implementation": "magic"}, "magic"),
         ({"num_decode_steps": 0}, "num_decode_steps"),
