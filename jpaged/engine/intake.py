@@ -301,7 +301,7 @@ class Intake:
             cum_logprob=cum_logprob,
             score=score,
             logprobs=self._logprobs_of(output_ids, logprobs),
-            text=self._decode(tokens, skip_special_tokens=True) if self._tokenizer else None,
+            text=self._decode(tokens, skip_special_tokens=False) if self._tokenizer else None,
             finish_reason="stop" if is_ended else group.finish_reason,
         )
 

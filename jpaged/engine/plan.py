@@ -289,7 +289,10 @@ def _notes(
         )
     twice = 2 * max(stage.weight_bytes for stage in stages)
     if twice > _requested_bytes(config, hardware):
-        yield f"while they are loaded, weights are there twice: {twice / GIB:.2f} GiB"
+        yield (
+            f"loading holds the weights twice on the device as yet, {twice / GIB:.2f} GiB, which is "
+            "more than may be used: it fits only once loaded"
+        )
 
 
 def advice(model: ModelConfig, config: EngineConfig, hardware: Hardware) -> list[str]:

@@ -228,7 +228,13 @@ class EngineLife(RuleBasedStateMachine):
         self.checked[sample] = len(tokens) - prompt_len
 
 
-@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize(
+    "pool",
+    [
+        name if name in ("tight", "small blocks") else pytest.param(name, marks=pytest.mark.slow)
+        for name in POOLS
+    ],
+)
 def test_the_hosts_records_are_the_devices(pool):
     life = type("Life", (EngineLife,), {"options": POOLS[pool]})
     run_state_machine_as_test(
