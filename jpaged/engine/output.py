@@ -38,8 +38,8 @@ class CompletionOutput:
 class BeamSearchSequence:
     """One of the sequences that a beam search found.
 
-    tokens: prompt and output. text: of all of them, special ones included. cum_logprob: of the output. score: what the
-    sequences are ranked by. logprobs: one dict per output token.
+    tokens: prompt and output. text: of all of them, special ones included. cum_logprob: of the
+    output. score: what the sequences are ranked by. logprobs: one dict per output token.
     """
 
     tokens: list[int]

@@ -290,8 +290,8 @@ def _notes(
     twice = 2 * max(stage.weight_bytes for stage in stages)
     if twice > _requested_bytes(config, hardware):
         yield (
-            f"loading holds the weights twice on the device as yet, {twice / GIB:.2f} GiB, which is "
-            "more than may be used: it fits only once loaded"
+            f"loading holds the weights twice on the device as yet, {twice / GIB:.2f} GiB, which "
+            "is more than may be used: it fits only once loaded"
         )
 
 
