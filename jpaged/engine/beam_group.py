@@ -103,7 +103,8 @@ class BeamGroup(Sample):
     @property
     def must_spread(self) -> bool:
         """Whether the leader has read what all share, and the other beams lack their rows."""
-        return not self.is_spread and self.context_len == len(self.token_ids) - 1
+        has_rows = self.is_spread or self.num_live == 1
+        return not has_rows and self.context_len == len(self.token_ids) - 1
 
     def leave_row(self) -> None:
         """Forgets everything about its rows."""
