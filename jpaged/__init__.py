@@ -11,7 +11,8 @@ if TYPE_CHECKING:
         CompletionOutput,
         RequestOutput,
     )
-    from jpaged.sampling_params import BeamSearchParams, SamplingParams
+    from jpaged.output_constraints import RepetitionDetectionParams, StructuredOutputsParams
+    from jpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 __version__ = "0.1.0"
 
@@ -19,6 +20,9 @@ _WHERE = {
     "LLM": "jpaged.engine.llm",
     "SamplingParams": "jpaged.sampling_params",
     "BeamSearchParams": "jpaged.sampling_params",
+    "RequestOutputKind": "jpaged.sampling_params",
+    "StructuredOutputsParams": "jpaged.output_constraints",
+    "RepetitionDetectionParams": "jpaged.output_constraints",
     "EngineConfig": "jpaged.config",
     "CacheConfig": "jpaged.config",
     "ModelConfig": "jpaged.config",
@@ -37,8 +41,11 @@ __all__ = [
     "CompletionOutput",
     "EngineConfig",
     "ModelConfig",
+    "RepetitionDetectionParams",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
 ]
 
 

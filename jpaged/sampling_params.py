@@ -1,12 +1,28 @@
-"""What a user asks of one request: vLLM's names, defaults and limits, judged when it is made."""
+"""What a user asks of one request: vLLM's names, defaults and limits, judged when it is set."""
 
 import dataclasses
+import enum
 import logging
-import numbers
-from collections.abc import Sequence
-from typing import Any, Literal
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Annotated, Any, ClassVar, Literal
 
 from jpaged.errors import RequestError
+from jpaged.judged_fields import (
+    MAX_TOKEN_ID,
+    JudgedFields,
+    integer,
+    optional,
+    or_empty,
+    real,
+    record,
+    refused,
+    switch,
+    texts,
+    token_ids,
+)
+from jpaged.output_constraints import RepetitionDetectionParams, StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
 
@@ -14,92 +30,194 @@ GREEDY_TEMPERATURE = 1e-5
 MIN_TEMPERATURE = 0.01
 MAX_N = 16384
 MAX_BEAM_WIDTH = 1024
-
-NOT_SUPPORTED_YET: dict[str, Any] = {
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "stop": None,
-    "min_tokens": 0,
-    "prompt_logprobs": None,
-    "logprob_token_ids": None,
-    "flat_logprobs": False,
-    "include_stop_str_in_output": False,
-    "stream_interval": None,
-    "structured_outputs": None,
-    "logit_bias": None,
-    "allowed_token_ids": None,
-    "bad_words": None,
-    "extra_args": None,
-    "thinking_token_budget": None,
-    "repetition_detection": None,
-}
-"""Fields that so far take only the value that asks for nothing."""
-
-_SWITCHES = ("ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens")
+MAX_LOGPROB_TOKEN_IDS = 128
+MAX_LOGIT_BIAS = 100.0
+MAX_COUNT = 2**31 - 1
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SamplingParams:
+class RequestOutputKind(enum.Enum):
+    """What a stream's outputs hold: all so far, the news alone, or the end alone."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+def _temperature(name: str, value: Any) -> float:
+    temperature = real(0.0, 2.0)(name, value)
+    if temperature < GREEDY_TEMPERATURE:
+        return 0.0
+    if temperature < MIN_TEMPERATURE:
+        logger.warning(
+            "temperature=%s is raised to %s: below it, logits divided by it may overflow",
+            temperature,
+            MIN_TEMPERATURE,
+        )
+    return max(temperature, MIN_TEMPERATURE)
+
+
+def _top_p(name: str, value: Any) -> float:
+    top_p = real(0.0, 1.0)(name, value)
+    if top_p == 0:
+        raise RequestError("top_p must be above 0 and at most 1, got 0; 1 turns it off")
+    return top_p
+
+
+def _top_k(name: str, value: Any) -> int:
+    return max(integer(-1, MAX_COUNT)(name, value), 0)
+
+
+def _seed(name: str, value: Any) -> int | None:
+    seed = integer(-(2**63), 2**64 - 1)(name, value)
+    return None if seed == -1 else seed
+
+
+def _num_logprobs(name: str, value: Any) -> int:
+    return 1 if value is True else integer(-1, MAX_COUNT)(name, value)
+
+
+def _ids_to_score(name: str, value: Any) -> tuple[int, ...] | None:
+    ids = token_ids(name, value)
+    if len(ids) > MAX_LOGPROB_TOKEN_IDS:
+        raise RequestError(
+            f"{name} takes at most {MAX_LOGPROB_TOKEN_IDS} ids, got {len(ids)}; logprobs=-1 gives "
+            "the whole vocabulary"
+        )
+    return ids or None
+
+
+def _allowed_ids(name: str, value: Any) -> tuple[int, ...]:
+    ids = token_ids(name, value)
+    if not ids:
+        raise RequestError(f"{name} must not be empty; None allows all")
+    return ids
+
+
+def _logit_bias(name: str, value: Any) -> dict[int, float] | None:
+    if not isinstance(value, Mapping):
+        raise RequestError(f"{name} must map token ids to numbers, got {value!r:.80}")
+    judge, biases = integer(0, MAX_TOKEN_ID), {}
+    for key, bias in value.items():
+        token = int(key) if isinstance(key, str) and key.strip().isdecimal() else key
+        if isinstance(bias, bool) or not isinstance(bias, Real) or math.isnan(bias):
+            raise RequestError(f"{name} of token {key} must be a number, got {bias!r}")
+        biases[judge(name, token)] = float(min(max(bias, -MAX_LOGIT_BIAS), MAX_LOGIT_BIAS))
+    return biases or None
+
+
+def _output_kind(name: str, value: Any) -> RequestOutputKind:
+    if not isinstance(value, RequestOutputKind):
+        kinds = ", ".join(str(kind) for kind in RequestOutputKind)
+        raise RequestError(f"{name} must be one of {kinds}, got {value!r}")
+    return value
+
+
+def _processor_params(name: str, value: Any) -> dict[str, Any] | None:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise RequestError(
+            f"{name} must map names of processors, which are registered when the engine is made, "
+            f"to their parameters, got {value!r:.80}"
+        )
+    return dict(value) or None
+
+
+def _repetition(name: str, value: Any) -> Any:
+    detection: Any = record(RepetitionDetectionParams)(name, value)
+    return detection if detection.max_pattern_size else None
+
+
+def _thinking_budget(name: str, value: Any) -> None:
+    if value != -1:  # unlimited, as vLLM writes it
+        refused(None, "there is no parser that tells thinking from answering")(name, value)
+
+
+@dataclasses.dataclass(kw_only=True)
+class SamplingParams(JudgedFields):
     """How to sample one request and when to stop it.
 
-    n: how many samples of the prompt; 1 when greedy.
-    temperature: 0 to 2. Below 1e-5 is greedy and resets top_p, top_k and min_p; otherwise a value
-        below 0.01 is raised to 0.01.
-    top_p, top_k, min_p: which tokens may be drawn; 1, 0 (or -1) and 0 mean all.
-    seed: 64 bits, negative ones modulo 2**64; None or -1 takes the engine's.
-    max_tokens: output tokens; None means up to the context length.
-    stop_token_ids: tokens that end the output. ignore_eos: do not stop at the end of sequence.
-    logprobs: None, or 0 for the log-probability of each sampled token.
-    skip_reading_prefix_cache: compute the whole prompt anew; its blocks serve others all the same.
-        None means False, and True where prompt_logprobs are asked for.
+    Each field's meaning, limits and what differs from vLLM: docs/sampling_params.md. A value is
+    judged when it is given and when it is assigned; fields are judged together when the record is
+    made, and again when a request is made of it. Assigning later changes no request.
 
-    Raises RequestError, naming the field, its value and its limit. vLLM's other fields are taken at
-    their default alone.
+    Raises RequestError, naming the field, its value and its limit.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    max_tokens: int | None = 16
-    stop_token_ids: Sequence[int] | None = None
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
+    elsewhere: ClassVar = {
+        "best_of": "draw n samples and choose by their cumulative_logprob",
+        "do_sample": "temperature=0 is greedy",
+        "early_stopping": "it belongs to BeamSearchParams, for LLM.beam_search",
+        "guided_decoding": "it is called structured_outputs",
+        "length_penalty": "it belongs to BeamSearchParams, for LLM.beam_search",
+        "max_new_tokens": "it is called max_tokens",
+        "num_return_sequences": "it is called n",
+        "stop_sequences": "it is called stop",
+        "truncate_prompt_tokens": "shorten the prompt's token ids",
+        "use_beam_search": "call LLM.beam_search with BeamSearchParams",
+    }
 
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    stop: str | Sequence[str] | None = None
-    min_tokens: int = 0
-    prompt_logprobs: int | None = None
-    logprob_token_ids: Sequence[int] | None = None
-    flat_logprobs: bool = False
-    include_stop_str_in_output: bool = False
-    stream_interval: int | None = None
-    structured_outputs: Any = None
-    logit_bias: Any = None
-    allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] | None = None
-    extra_args: Any = None
-    skip_reading_prefix_cache: bool | None = None
-    thinking_token_budget: int | None = None
-    repetition_detection: Any = None
+    n: Annotated[int, integer(1, MAX_N)] = 1
+    temperature: Annotated[float, _temperature] = 1.0
+    top_p: Annotated[float, _top_p] = 1.0
+    top_k: Annotated[int, _top_k] = 0
+    min_p: Annotated[float, real(0.0, 1.0)] = 0.0
+    seed: Annotated[int | None, optional(_seed)] = None
+
+    presence_penalty: Annotated[float, real(-2.0, 2.0)] = 0.0
+    frequency_penalty: Annotated[float, real(-2.0, 2.0)] = 0.0
+    # Beyond these limits float32 logits overflow.
+    repetition_penalty: Annotated[float, real(1e-6, 1e6)] = 1.0
+    logit_bias: Annotated[Mapping[int, float] | None, optional(_logit_bias)] = None
+    allowed_token_ids: Annotated[Sequence[int] | None, optional(_allowed_ids)] = None
+    bad_words: Annotated[Sequence[str] | None, or_empty(texts)] = None
+    structured_outputs: Annotated[
+        StructuredOutputsParams | None, optional(record(StructuredOutputsParams))
+    ] = None
+    logits_processors: Annotated[Mapping[str, Any] | None, optional(_processor_params)] = None
+
+    max_tokens: Annotated[int | None, optional(integer(1, MAX_COUNT))] = 16
+    min_tokens: Annotated[int, integer(0, MAX_COUNT)] = 0
+    stop: Annotated[str | Sequence[str] | None, or_empty(texts)] = None
+    stop_token_ids: Annotated[Sequence[int] | None, or_empty(token_ids)] = None
+    ignore_eos: Annotated[bool, switch] = False
+    include_stop_str_in_output: Annotated[bool, switch] = False
+    repetition_detection: Annotated[RepetitionDetectionParams | None, optional(_repetition)] = None
+
+    logprobs: Annotated[int | None, optional(_num_logprobs)] = None
+    prompt_logprobs: Annotated[int | None, optional(_num_logprobs)] = None
+    logprob_token_ids: Annotated[Sequence[int] | None, optional(_ids_to_score)] = None
+    flat_logprobs: Annotated[bool, switch] = False
+
+    detokenize: Annotated[bool, switch] = True
+    skip_special_tokens: Annotated[bool, switch] = True
+    spaces_between_special_tokens: Annotated[bool, switch] = True
+    output_kind: Annotated[RequestOutputKind, _output_kind] = RequestOutputKind.CUMULATIVE
+    stream_interval: Annotated[int | None, optional(integer(1, MAX_COUNT))] = None
+    skip_reading_prefix_cache: Annotated[bool | None, optional(switch)] = None
+
+    extra_args: Annotated[
+        Any, refused(None, "give logits_processors= the parameters of your own processors")
+    ] = None
+    thinking_token_budget: Annotated[int | None, _thinking_budget] = None
+    skip_clone: Annotated[bool, refused(False, "each request takes its own copy")] = False
+    routed_experts_prompt_start: Annotated[int, refused(0, "routed experts are not returned")] = 0
 
     def __post_init__(self) -> None:
-        self._refuse_what_is_missing()
-        self._judge()
-        self._normalize()
-        if self.is_greedy and self.n != 1:
+        """Rules between fields, and greedy's: nothing to truncate, nothing to draw twice."""
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
-                f"n must be 1 when greedy (temperature={self.temperature}), got n={self.n}; "
-                "raise the temperature to draw different samples"
+                f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}"
             )
+        if self.stop and not self.detokenize:
+            raise RequestError(
+                f"stop={list(self.stop)} needs detokenize=True: stop strings are sought in the text"
+            )
+        if self.is_greedy:
+            self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
+            if self.n != 1:
+                raise RequestError(
+                    f"n must be 1 when greedy (temperature={self.temperature}), got n={self.n}; "
+                    "raise the temperature to draw different samples"
+                )
 
     @property
     def is_greedy(self) -> bool:
@@ -113,65 +231,19 @@ class SamplingParams:
             return not self.skip_reading_prefix_cache
         return self.prompt_logprobs is None
 
-    def _refuse_what_is_missing(self) -> None:
-        for name, neutral in NOT_SUPPORTED_YET.items():
-            value = getattr(self, name)
-            is_empty = neutral is None and value in ("", [], (), {})
-            if value != neutral and not is_empty:
-                raise RequestError(f"not supported yet: {name} (got {value!r}); leave it out")
-
-    def _judge(self) -> None:
-        for name in _SWITCHES:
-            _check_switch(name, getattr(self, name))
-        if self.skip_reading_prefix_cache is not None:
-            _check_switch("skip_reading_prefix_cache", self.skip_reading_prefix_cache)
-        _check_integer("n", self.n, 1, MAX_N)
-        _check_real("temperature", self.temperature, 0.0, 2.0)
-        _check_real("top_p", self.top_p, 0.0, 1.0)
-        if self.top_p == 0:
-            raise RequestError("top_p must be above 0 and at most 1, got 0; 1 turns it off")
-        _check_integer("top_k", self.top_k, -1, 2**31 - 1)
-        _check_real("min_p", self.min_p, 0.0, 1.0)
-        if self.seed is not None:
-            _check_integer("seed", self.seed, -(2**63), 2**64 - 1)
-        if self.max_tokens is not None:
-            _check_integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        if self.logprobs is not None:
-            _check_integer("logprobs", self.logprobs, -1, 2**31 - 1)
-            if self.logprobs != 0:
-                raise RequestError(
-                    f"not supported yet: logprobs={self.logprobs}; 0 gives the sampled token's"
-                )
-        if isinstance(self.stop_token_ids, str) or not isinstance(
-            self.stop_token_ids, Sequence | None
-        ):
-            raise RequestError(
-                f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}"
-            )
-        for token_id in self.stop_token_ids or ():
-            _check_integer("stop_token_ids", token_id, 0, 2**31 - 1)
-
-    def _normalize(self) -> None:
-        """One spelling for each meaning: what the engine reads needs no second look."""
-        # NumPy's integers overflow where Python's do not.
-        integers = {name: getattr(self, name) for name in ("n", "top_k", "seed", "max_tokens")}
-        changes: dict[str, Any] = {k: int(v) for k, v in integers.items() if v is not None}
-        changes["stop_token_ids"] = tuple(map(int, self.stop_token_ids or ()))
-        if self.seed == -1:
-            changes["seed"] = None
-        if self.top_k == -1:
-            changes["top_k"] = 0
-        if self.is_greedy:
-            changes.update(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
-        elif self.temperature < MIN_TEMPERATURE:
-            logger.warning(
-                "temperature=%s is raised to %s: below it, logits divided by it may overflow",
-                self.temperature,
-                MIN_TEMPERATURE,
-            )
-            changes["temperature"] = MIN_TEMPERATURE
-        for name, value in changes.items():
-            object.__setattr__(self, name, value)
+    @property
+    def has_rules(self) -> bool:
+        """Whether logits are changed or scored beyond temperature and truncation."""
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+        return penalties != (0.0, 0.0, 1.0) or bool(
+            self.min_tokens
+            or self.logit_bias
+            or self.allowed_token_ids
+            or self.bad_words
+            or self.structured_outputs
+            or self.logits_processors
+            or self.logprob_token_ids
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -201,39 +273,22 @@ class BeamSearchParams:
     structured_outputs: Any = None
 
     def __post_init__(self) -> None:
-        _check_integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
-        _check_integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _check_switch("ignore_eos", self.ignore_eos)
-        _check_real("temperature", self.temperature, 0.0, 2.0)
-        _check_real("length_penalty", self.length_penalty, -100.0, 100.0)
         if self.early_stopping not in (None, True, False, "never"):
             raise RequestError(
                 "early_stopping must be None (vLLM's rule), True, False or 'never' (Hugging "
                 f"Face's), got {self.early_stopping!r}"
             )
-        for name, neutral in (("include_stop_str_in_output", False), ("structured_outputs", None)):
-            if getattr(self, name) != neutral:
-                raise RequestError(
-                    f"not supported yet: {name} (got {getattr(self, name)!r}); leave it out"
-                )
-        for name in ("beam_width", "max_tokens"):  # NumPy's integers overflow
-            object.__setattr__(self, name, int(getattr(self, name)))
+        for name, judge in _BEAM_JUDGES.items():
+            object.__setattr__(self, name, judge(name, getattr(self, name)))
 
 
-def _check_switch(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise RequestError(f"{name} must be True or False, got {value!r}")
-
-
-def _check_integer(name: str, value: Any, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise RequestError(f"{name} must be an integer, got {value!r}")
-    if not low <= int(value) <= high:
-        raise RequestError(f"{name} must be from {low} to {high}, got {value}")
-
-
-def _check_real(name: str, value: Any, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise RequestError(f"{name} must be a number, got {value!r}")
-    if not value <= high or value < low:  # NaN is not
-        raise RequestError(f"{name} must be from {low:g} to {high:g}, got {value}")
+_NO_BEAMS = "a beam search has no use for it yet; leave it out"
+_BEAM_JUDGES = {
+    "beam_width": integer(1, MAX_BEAM_WIDTH),
+    "max_tokens": integer(1, MAX_COUNT),
+    "ignore_eos": switch,
+    "temperature": real(0.0, 2.0),
+    "length_penalty": real(-100.0, 100.0),
+    "include_stop_str_in_output": refused(False, _NO_BEAMS),
+    "structured_outputs": refused(None, _NO_BEAMS),
+}

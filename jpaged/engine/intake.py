@@ -105,7 +105,7 @@ class Intake:
         params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> Sequence[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
-            return [params or self.default_params] * len(prompts)
+            return [(params or self.default_params).clone()] * len(prompts)
         listed = list(params) if isinstance(params, Iterable) else [params]
         for one in listed:
             if not isinstance(one, SamplingParams):
@@ -115,7 +115,7 @@ class Intake:
                 f"{len(prompts)} prompts came with {len(listed)} sampling_params; "
                 "give one for all, or one each"
             )
-        return listed
+        return [one.clone() for one in listed]
 
     def _accept_one(self, prompt: Prompt, params: SamplingParams, ordinal: int) -> Request:
         text, token_ids, salt = self._read_prompt(prompt)
