@@ -252,7 +252,7 @@ def test_a_plan_needs_a_config(capsys, tmp_path: Path):
         ({"prompt": "Hi", "temperature": -1}, "temperature must be from 0 to 2, got -1"),
         ({"prompt": "Hi", "max_tokens": 0}, "max_tokens must be from 1"),
         ({"prompt": "Hi", "temperature": 0, "n": 2}, "n must be 1 when greedy"),
-        ({"prompt": "Hi", "stop": "."}, "not supported yet: stop"),
+        ({"prompt": "Hi", "stop": ""}, "stop must not be an empty string"),
     ],
 )
 def test_a_bad_line_is_named_before_any_work(write, capsys, line: Any, told: str):
