@@ -8,7 +8,7 @@ the caller's program is traced; what only the device knows comes back as `status
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +96,7 @@ def make_admissions(
             f"prompts of up to {P} tokens plus max_new_tokens={max_new_tokens} (at least 1) exceed "
             f"the {room} positions of a row; make the state with a larger max_model_len"
         )
-    fields = {
+    fields: dict[str, Any] = {
         name: _per_prompt(name, getattr(sampling, name), A, field.dtype)
         for name, field in vars(state.sampling).items()
         if name in ("temperature", "top_p", "top_k", "min_p", "eos_id")
@@ -109,7 +109,7 @@ def make_admissions(
         request_root=jnp.zeros((A, 4), jnp.uint32) if request_root is None else request_root,
         sample_index=jnp.zeros(A, jnp.int32),
         adapter_id=jnp.zeros(A, jnp.int32),
-        reads_cache=jnp.ones(A, bool),
+        most_cached=prompt_lens,
         sampling=SamplingState(
             key=_key_words(keys, A),
             stop_ids=_stop_ids(sampling.stop_ids, A, num_stop_ids),

@@ -15,6 +15,7 @@ from jax import lax
 
 from jpaged.core.batch import KVCache
 from jpaged.core.block_pool import num_free, publish, retarget, take_blocks
+from jpaged.core.logits_rules import clear_rules
 from jpaged.core.prefix_cache import hash_root, hash_tokens, match_prefix, prefix_block_hashes
 from jpaged.core.sampling import SamplingState
 from jpaged.core.state import NULL_ROW, BlockPool, EngineState, Rows
@@ -33,8 +34,8 @@ class Admissions:
     request_root: UInt32[Array, "A 4"]
     sample_index: Int[Array, " A"]
     adapter_id: Int[Array, " A"]
-    reads_cache: Bool[Array, " A"]
-    sampling: SamplingState  # one entry per admission
+    most_cached: Int[Array, " A"]  # tokens that the prefix cache may give; 0: none are read
+    sampling: SamplingState  # one entry per admission, without rules
 
 
 def match_admissions(
@@ -86,10 +87,20 @@ def admit(
         adapter_id=admissions.adapter_id,
         active=jnp.ones_like(at, bool),
     )
-    sampling = jax.tree.map(lambda x, new: x.at[at].set(new), state.sampling, admissions.sampling)
-    state = replace(state, rows=rows, pool=pool, sampling=sampling)
+    state = replace(
+        state, rows=rows, pool=pool, sampling=_seat_sampling(state.sampling, admissions)
+    )
     # Hits behind the window are let go again, but were used: the cache keeps the prefix together.
     return leave_window(state, at, window=window), num_cached
+
+
+def _seat_sampling(sampling: SamplingState, admissions: Admissions) -> SamplingState:
+    """New parameters, and no rules: these are set by `set_rules` for the few rows that have any."""
+    at, rules = admissions.row_ids, sampling.rules
+    sampling = jax.tree.map(
+        lambda x, new: x.at[at].set(new), replace(sampling, rules=None), admissions.sampling
+    )
+    return replace(sampling, rules=None if rules is None else clear_rules(rules, at))
 
 
 def _match(state: EngineState, admissions: Admissions):
@@ -99,8 +110,8 @@ def _match(state: EngineState, admissions: Admissions):
     token_hash = hash_tokens(state.hash_key, admissions.token_ids, positions)
     root = hash_root(state.hash_key, admissions.request_root, state.weights_version)
     block_hashes, running = prefix_block_hashes(token_hash, root, block_size=S)
-    is_reader = admissions.reads_cache & (admissions.row_ids != NULL_ROW)
-    num_full = jnp.where(is_reader, (admissions.num_tokens - 1) // S, 0)
+    most = jnp.minimum(admissions.num_tokens - 1, admissions.most_cached)
+    num_full = jnp.where(admissions.row_ids != NULL_ROW, jnp.maximum(most, 0) // S, 0)
     ids, num_hits = match_prefix(state.pool, block_hashes, num_full)
     return ids, num_hits, running, root
 

@@ -10,6 +10,7 @@ import numpy as np
 from flax import struct
 
 from jpaged.core.batch import KVCache
+from jpaged.core.logits_rules import LogitsProcessor, RuleSizes
 from jpaged.core.sampling import SamplingState, init_sampling_state
 from jpaged.ops.kv_cache import NULL_BLOCK
 from jpaged.typing import Array, Bool, Int, UInt32
@@ -72,12 +73,15 @@ def init_state(
     max_blocks_per_row: int,
     hash_key: UInt32[Array, " 4"],
     num_stop_ids: int = 16,
+    rule_sizes: RuleSizes | None = None,
+    processors: tuple[LogitsProcessor, ...] = (),
 ) -> EngineState:
     """The empty engine over freshly made KV pages.
 
     kv: one `LayerKV` of `[N S K C]` per layer; N counts the null block.
     num_rows: usable rows; the state holds one more, the null row.
     max_blocks_per_row: M, so that a row holds at most M * S tokens.
+    rule_sizes: room for rules that change logits; None: no row can have any.
     """
     N, S = kv[0].k.shape[:2]
     R, M = num_rows + 1, max_blocks_per_row
@@ -90,7 +94,7 @@ def init_state(
             clock=jnp.zeros((), jnp.int32),
         ),
         kv=kv,
-        sampling=init_sampling_state(R, num_stop_ids),
+        sampling=init_sampling_state(R, num_stop_ids, rule_sizes, processors),
         hash_key=hash_key,
         weights_version=jnp.zeros((), jnp.uint32),
     )

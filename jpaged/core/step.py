@@ -15,9 +15,11 @@ from jax import lax
 
 from jpaged.core.batch import Batch, Forward, KVCache, make_batch
 from jpaged.core.block_pool import num_free
+from jpaged.core.logits_rules import History
 from jpaged.core.prefix_cache import seal_blocks
+from jpaged.core.prompt_scores import PromptScores, score_prompts
 from jpaged.core.rows import fork, leave_window, reserve
-from jpaged.core.sampling import finish_reasons, sample
+from jpaged.core.sampling import PLAIN, Sampler, Told, finish_reasons, sample
 from jpaged.core.state import NULL_ROW, BlockPool, EngineState, Rows
 from jpaged.typing import Array, Bool, Float, Int, Params
 
@@ -25,6 +27,7 @@ STOP_ERROR = 4  # beside core.sampling's reasons to stop: the row's numbers went
 STATUS_OK = 0
 STATUS_NO_BLOCKS = 1  # the row asked for tokens and got none: the pool is exhausted
 STATUS_BAD_NUMBERS = 2  # NaN in the row's hidden state or logits
+STATUS_NO_CHOICE = 4  # the row's rules left no token to draw; 3 is `functional`'s
 
 
 @struct.dataclass
@@ -32,12 +35,18 @@ class StepOutput:
     """What the host is told, per row of the step (with a leading J after a window)."""
 
     token_ids: Int[Array, " B"]  # the sampled token where `is_sampled`
-    logprobs: Float[Array, " B"]  # its log-probability, where the row asked for it
+    told: Told  # of the distribution it is from, where the row asked for it
     is_sampled: Bool[Array, " B"]
     finish_reason: Int[Array, " B"]  # core.sampling's RUNNING and STOP_*, or STOP_ERROR
     granted: Int[Array, " B"]  # tokens whose KV was written
     status: Int[Array, " B"]
     num_free_blocks: Int[Array, ""]
+    prompt: PromptScores | None = None  # of the step's tokens, if asked for
+
+    @property
+    def logprobs(self) -> Float[Array, " B"]:
+        """Log-probabilities of the sampled tokens, where asked for."""
+        return self.told.logprobs
 
 
 @struct.dataclass
@@ -48,6 +57,7 @@ class StepInputs:
     limits: Int[Array, " B"]  # most tokens to run of each row
     parent: Int[Array, " B"]  # index of the row to fork from before the first draw; own index: none
     sample_index: Int[Array, " B"]  # of forked rows
+    score_from: Int[Array, " B"] | None = None  # first prompt position that `num_prompt_top` scores
 
 
 def step(
@@ -58,12 +68,15 @@ def step(
     forward: Forward,
     num_tokens: int,
     num_decode_rows: int,
+    sampler: Sampler = PLAIN,
+    num_prompt_top: int | None = None,
 ) -> tuple[EngineState, StepOutput]:
     """Runs up to `num_tokens` tokens of the given rows, and samples for rows that caught up.
 
     num_tokens: T, the token budget (static). Rows are served in order, each with its gap clipped
         to its limit and to what is left of the budget.
     num_decode_rows: the first rows, which get one token each (static).
+    num_prompt_top: score prompt tokens from `inputs.score_from` on, see `score_prompts` (static).
     Rows whose `parent` is another row of the step are forked from it once it has caught up, and
     draw their first token from its logits.
     """
@@ -76,7 +89,9 @@ def step(
         num_tokens=num_tokens,
         num_decode_rows=num_decode_rows,
     )
-    state, output = _run(params, state, inputs, granted, batch, forward)
+    state, output = _run(
+        params, state, inputs, granted, batch, forward, sampler, num_prompt_top=num_prompt_top
+    )
     status = jnp.where((num_new > 0) & (granted == 0), STATUS_NO_BLOCKS, output.status)
     state = leave_window(state, inputs.row_ids, window=forward.window)
     return state, replace(output, status=status, num_free_blocks=num_free(state.pool))
@@ -89,6 +104,7 @@ def decode_window(
     *,
     forward: Forward,
     num_steps: int,
+    sampler: Sampler = PLAIN,
 ) -> tuple[EngineState, StepOutput]:
     """J = `num_steps` decode steps of rows that lack the KV of one token.
 
@@ -109,7 +125,7 @@ def decode_window(
         granted = ((reserved > 0) & now.rows.active[row_ids]).astype(jnp.int32)
         B = row_ids.shape[0]
         batch = make_batch(now.rows, row_ids, granted, num_tokens=B, num_decode_rows=B)
-        now, output = _run(params, now, inputs, granted, batch, forward, can_fork=False)
+        now, output = _run(params, now, inputs, granted, batch, forward, sampler, can_fork=False)
         return (now.rows, now.pool, now.kv), output
 
     carry = (state.rows, state.pool, state.kv)
@@ -145,12 +161,19 @@ def _run(
     granted: Int[Array, " B"],
     batch: Batch,
     forward: Forward,
+    sampler: Sampler,
     *,
     can_fork: bool = True,
+    num_prompt_top: int | None = None,
 ) -> tuple[EngineState, StepOutput]:
     """Forward pass, forks, draws: what step and window share."""
-    row_ids = inputs.row_ids
+    row_ids, scores = inputs.row_ids, None
     state, hidden, is_good = run_forward(params, state, row_ids, granted, batch, forward)
+    if num_prompt_top is not None:
+        assert inputs.score_from is not None
+        at = (state.rows, row_ids, inputs.score_from)
+        scores = score_prompts(params, *at, batch, hidden, forward=forward, num_top=num_prompt_top)
+        is_good &= ~has_nan_tokens(scores.logprobs[:, None], batch)
     caught_up = (granted > 0) & (_gap(state.rows, row_ids) == 0)
     if can_fork:
         is_fork = (inputs.parent != jnp.arange(row_ids.shape[0])) & caught_up[inputs.parent]
@@ -159,7 +182,8 @@ def _run(
     last_token = jnp.maximum(batch.query_start_loc[1:] - 1, 0)[inputs.parent]
     logits = forward.logits(params, hidden[last_token])
     is_good = is_good[inputs.parent] & ~(caught_up & jnp.any(jnp.isnan(logits), axis=-1))
-    return _draw(state, row_ids, granted, logits, caught_up, is_good)
+    state, output = _draw(state, row_ids, granted, logits, caught_up, is_good, sampler)
+    return state, replace(output, prompt=scores)
 
 
 def run_forward(
@@ -176,13 +200,14 @@ def run_forward(
     tokens' hidden states, and which rows are free of NaN; the others publish nothing.
     """
     hidden, kv = forward.hidden(params, batch, state.kv)
-    is_good = ~_has_nan_tokens(hidden, batch)
+    is_good = ~has_nan_tokens(hidden, batch)
     rows = replace(state.rows, context_len=state.rows.context_len.at[row_ids].add(granted))
     pool, rows = seal_blocks(state.pool, rows, row_ids, batch, state.hash_key, is_good)
     return replace(state, rows=rows, pool=pool, kv=kv), hidden, is_good
 
 
-def _has_nan_tokens(hidden: Float[Array, "T D"], batch: Batch) -> Bool[Array, " B"]:
+def has_nan_tokens(hidden: Float[Array, "T D"], batch: Batch) -> Bool[Array, " B"]:
+    """Rows with a NaN among what their tokens gave."""
     is_bad = jnp.any(jnp.isnan(hidden), axis=-1) & (batch.slot_mapping != 0)
     num_rows = batch.context_lens.shape[0]
     return jnp.zeros(num_rows, bool).at[batch.token_rows].max(is_bad)
@@ -203,18 +228,28 @@ def _draw(
     logits: Float[Array, "B V"],
     caught_up: Bool[Array, " B"],
     is_good: Bool[Array, " B"],
+    sampler: Sampler,
 ) -> tuple[EngineState, StepOutput]:
     """Samples a token for rows that caught up, appends it, and decides who stops."""
     rows = state.rows
     sampling = jax.tree.map(lambda field: field[row_ids], state.sampling)
-    is_sampled = caught_up & is_good
+    can_draw = caught_up & is_good
     position = rows.num_tokens[row_ids]
-    token_ids, logprobs = sample(
-        sampling, rows.sample_index[row_ids], position, logits, is_sampling=is_sampled
+    history = History(rows.token_ids[row_ids], position, rows.prompt_len[row_ids])
+    token_ids, told, has_choice = sample(
+        sampling,
+        rows.sample_index[row_ids],
+        history,
+        logits,
+        is_sampling=can_draw,
+        sampler=sampler,
     )
+    is_sampled = can_draw & has_choice
     num_tokens = position + is_sampled.astype(jnp.int32)
     finish = jnp.where(is_sampled, finish_reasons(sampling, token_ids, num_tokens), 0)
-    finish = jnp.where(((granted > 0) | caught_up) & ~is_good, STOP_ERROR, finish)
+    is_failed = (((granted > 0) | caught_up) & ~is_good) | (can_draw & ~has_choice)
+    finish = jnp.where(is_failed, STOP_ERROR, finish)
+    status = jnp.where(can_draw & ~has_choice, STATUS_NO_CHOICE, STATUS_OK)
 
     P = rows.token_ids.shape[1]
     target = jnp.where(is_sampled, position, P)
@@ -226,11 +261,11 @@ def _draw(
     )
     output = StepOutput(
         token_ids=token_ids,
-        logprobs=logprobs,
+        told=told,
         is_sampled=is_sampled,
         finish_reason=finish,
         granted=granted,
-        status=jnp.where(is_good, STATUS_OK, STATUS_BAD_NUMBERS),
+        status=jnp.where(is_good, status, STATUS_BAD_NUMBERS),
         num_free_blocks=num_free(state.pool),
     )
     return replace(state, rows=rows), output

@@ -90,7 +90,7 @@ def pack_admissions(
         request_root=_padded([request.root for request in requests], np.uint32),
         sample_index=_padded([sample.index for sample in samples], np.int32),
         adapter_id=_padded([0], np.int32),
-        reads_cache=_padded([has_cache and p.reads_prefix_cache for p in params], np.bool_),
+        most_cached=_padded([has_cache * sample.most_cached for sample in samples], np.int32),
         sampling=_pack_sampling(samples, num_stop_ids),
     )
 

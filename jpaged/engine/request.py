@@ -78,6 +78,11 @@ class Sample:
         """Length of prompt and output."""
         return len(self.request.prompt_token_ids) + len(self.output_ids)
 
+    @property
+    def most_cached(self) -> int:
+        """Tokens that the prefix cache may give it."""
+        return self.num_tokens if self.request.params.reads_prefix_cache else 0
+
     def prefix_keys(self, block_size: int) -> list[bytes]:
         """Names of its full blocks; none if it does not read the prefix cache."""
         is_short = len(self._keys) < self.num_tokens // block_size

@@ -96,7 +96,7 @@ def _admission(row_id: int, row: Row, reads_cache: bool = True) -> Admissions:
         request_root=jnp.zeros((1, 4), jnp.uint32),
         sample_index=jnp.zeros(1, jnp.int32),
         adapter_id=jnp.zeros(1, jnp.int32),
-        reads_cache=jnp.array([reads_cache]),
+        most_cached=jnp.array([MAX_TOKENS * reads_cache], jnp.int32),
         sampling=sampling.replace(max_len=jnp.array([row.max_len], jnp.int32)),
     )
 

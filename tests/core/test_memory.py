@@ -71,7 +71,7 @@ def make_admissions() -> Admissions:
         request_root=jnp.zeros((2, 4), jnp.uint32),
         sample_index=ids(0, 0),
         adapter_id=ids(0, 0),
-        reads_cache=jnp.ones(2, bool),
+        most_cached=ids(16, 16),
         sampling=init_sampling_state(2, 2).replace(
             max_len=ids(30, 30), temperature=jnp.array([0, 1], jnp.float32)
         ),

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from jpaged.core import sampling, vocabulary
+from jpaged.core import truncation, vocabulary
+from jpaged.core.logits_rules import History
 from jpaged.core.sampling import (
     RUNNING,
     STOP_EOS,
@@ -40,9 +41,14 @@ def make_rows(params: list[dict], *, seeds: list[int] | None = None) -> Sampling
 @jax.jit
 def draw(rows, positions, logits):
     B = positions.shape[0]
-    return sample(
-        rows, jnp.zeros(B, jnp.int32), positions, logits, is_sampling=jnp.ones(B, jnp.bool_)
-    )
+    on = jnp.ones(B, jnp.bool_)
+    return sample(rows, jnp.zeros(B, jnp.int32), history_at(positions), logits, is_sampling=on)
+
+
+def history_at(positions: jax.Array) -> History:
+    """Rows of so many tokens, whichever they are."""
+    nothing = jnp.zeros((positions.shape[0], 1), jnp.int32)
+    return History(nothing, positions, jnp.zeros_like(positions))
 
 
 def positions_of(num_rows: int, first: int = 0) -> jax.Array:
@@ -71,7 +77,9 @@ PARAMS = st.fixed_dictionaries(
 
 @jax.jit
 def kept_shares(rows, logits):
-    return sampling._kept_shares(rows, logits, jnp.ones(logits.shape[0], jnp.bool_))
+    on = jnp.ones(logits.shape[0], jnp.bool_)
+    limits = truncation.Truncation(rows.temperature, rows.min_p, rows.top_k, rows.top_p, on)
+    return truncation.kept_shares(limits, logits)
 
 
 @jax.jit
@@ -82,9 +90,9 @@ def relative(logits, temperature):
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Tiles so small that the likeliest ones are a small part of a small vocabulary."""
-    monkeypatch.setattr(sampling, "TILE", 4)
-    monkeypatch.setattr(sampling, "FOLD", 2)
-    monkeypatch.setattr(sampling, "NUM_NEAR", 4)
+    monkeypatch.setattr(truncation, "TILE", 4)
+    monkeypatch.setattr(truncation, "FOLD", 2)
+    monkeypatch.setattr(truncation, "NUM_NEAR", 4)
     for compiled in (draw, kept_shares):
         compiled.clear_cache()
     yield
@@ -173,7 +181,7 @@ def test_an_infinite_logit_wins():
     logits = jnp.zeros((2, 9)).at[:, 4].set(jnp.inf)
     drawn = draw(make_rows([{}, {"temperature": 0.0}]), positions_of(2), logits)
     assert drawn.tokens.tolist() == [4, 4]
-    assert drawn.logprobs.tolist() == [0.0, 0.0]
+    assert drawn.told.logprobs.tolist() == [0.0, 0.0]
 
 
 def test_nan_logits_give_some_id_of_the_vocabulary():
@@ -189,7 +197,7 @@ def test_logprobs_are_those_of_the_raw_logits_and_only_where_wanted():
     drawn = draw(rows, positions_of(4), jnp.asarray(logits))
     wide = logits.astype(np.float64)
     want = wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
-    got = np.asarray(drawn.logprobs)
+    got = np.asarray(drawn.told.logprobs)
     np.testing.assert_allclose(got[:3], want[np.arange(3), drawn.tokens[:3]], rtol=1e-5, atol=1e-6)
     assert got[3] == 0.0
 
@@ -197,12 +205,11 @@ def test_logprobs_are_those_of_the_raw_logits_and_only_where_wanted():
 def test_rows_that_do_not_sample_report_nothing():
     logits = jnp.asarray(np.random.default_rng(4).normal(size=(3, 40)), jnp.float32)
     on = jnp.array([False, True, False])
-    drawn = sample(
-        make_rows([{}] * 3), jnp.zeros(3, jnp.int32), positions_of(3), logits, is_sampling=on
-    )
+    at = jnp.zeros(3, jnp.int32), history_at(positions_of(3))
+    drawn = sample(make_rows([{}] * 3), *at, logits, is_sampling=on)
     alone = draw(make_rows([{}], seeds=[1]), positions_of(1, 1), logits[1:2])
     assert drawn.tokens.tolist() == [0, int(alone.tokens[0]), 0]
-    assert drawn.logprobs[jnp.array([0, 2])].tolist() == [0.0, 0.0]
+    assert drawn.told.logprobs[jnp.array([0, 2])].tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -225,7 +232,7 @@ def test_seed_index_and_position_each_change_the_draw():
     on = jnp.ones(1, jnp.bool_)
 
     def token(seed: int, index: int, position: int) -> int:
-        at = jnp.array([index], jnp.int32), jnp.array([position], jnp.int32)
+        at = jnp.array([index], jnp.int32), history_at(jnp.array([position], jnp.int32))
         return int(sample(make_rows([{}], seeds=[seed]), *at, logits, is_sampling=on).tokens[0])
 
     places = [(0, 0, 5), (2**40, 0, 5), (-5, 0, 5), (0, 1, 5), (0, 0, 6)]
@@ -251,7 +258,7 @@ def crowd(vocab: int) -> tuple[SamplingState, np.ndarray, np.ndarray, np.ndarray
     spread = np.where(np.arange(64) % 5 == 0, 0.5, 3.0)[:, None]
     logits = jnp.asarray(rng.normal(size=(64, vocab)) * spread, jnp.float32)
     drawn = draw(rows, positions_of(64), logits)
-    return jax.tree.map(np.asarray, (rows, logits, drawn.tokens, drawn.logprobs))
+    return jax.tree.map(np.asarray, (rows, logits, drawn.tokens, drawn.told.logprobs))
 
 
 @pytest.mark.parametrize("vocab", [1009, 8192])
@@ -266,7 +273,7 @@ def test_a_row_draws_the_same_in_a_batch_of_any_size(size, vocab):
         some = jax.tree.map(lambda x, ids=ids: jnp.asarray(x[ids]), rows)
         drawn = draw(some, jnp.asarray(ids, jnp.int32), jnp.asarray(logits[ids]))
         np.testing.assert_array_equal(drawn.tokens, tokens[ids])
-        np.testing.assert_array_equal(drawn.logprobs, logprobs[ids])
+        np.testing.assert_array_equal(drawn.told.logprobs, logprobs[ids])
 
 
 def test_wide_and_narrow_rows_keep_what_sorting_keeps_in_a_real_vocabulary():
