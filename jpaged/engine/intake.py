@@ -1,15 +1,13 @@
 """The front desk: judges prompts and parameters before any device work, and words the results."""
 
-import logging
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError
-
 from jpaged.config import EngineConfig, ModelConfig
 from jpaged.engine.beam_group import BeamGroup, best_sequences, make_group
 from jpaged.engine.capacity import max_blocks_per_request
+from jpaged.engine.defaults import Defaults
 from jpaged.engine.output import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -21,27 +19,16 @@ from jpaged.engine.request import Request, Sample, cache_root, derived_seed
 from jpaged.errors import RequestError, RequestTooLongError
 from jpaged.sampling_params import BeamSearchParams, SamplingParams
 
-logger = logging.getLogger(__name__)
-
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
-# Names in generation_config.json -> ours.
-_DEFAULTS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "max_new_tokens": "max_tokens",
-}
 _PROMPT_TAIL = 8  # prompt tokens that the output's text may hang on
 
 
 class Intake:
     """Turns prompts into requests that the engine can serve, and requests into outputs.
 
-    num_blocks: the pool's, null block included. generation_config: the checkpoint's;
-    end-of-sequence ids are taken from it, and default parameters if `use_defaults`.
+    num_blocks: the pool's, null block included.
     """
 
     def __init__(
@@ -50,18 +37,16 @@ class Intake:
         config: EngineConfig,
         num_blocks: int,
         tokenizer: Any,
-        generation_config: Mapping[str, Any],
-        *,
-        use_defaults: bool,
+        defaults: Defaults,
     ) -> None:
         assert isinstance(config.max_model_len, int), "not a resolved config"
         self._model, self._config, self._tokenizer = model, config, tokenizer
         self._max_model_len: int = config.max_model_len
         self._num_blocks = num_blocks
         self._most_held = max_blocks_per_request(config, model)
-        self._eos_ids = _eos_ids(generation_config, tokenizer)
+        self._eos_ids = defaults.eos_ids
         self._num_requests = 0
-        self.default_params = _default_params(generation_config if use_defaults else {})
+        self.default_params = defaults.params
 
     # --- in ---
 
@@ -233,24 +218,6 @@ class Intake:
             )
         return max_len
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
-        """A conversation as a prompt, with exactly the special tokens its template writes."""
-        if self._tokenizer is None:
-            raise RequestError("chat needs a tokenizer, and this engine has none")
-        if not (options.get("chat_template") or getattr(self._tokenizer, "chat_template", None)):
-            raise RequestError(
-                "the model has no chat template (a base model?); give chat_template=, or complete "
-                "plain prompts"
-            )
-        try:
-            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
-        except (TemplateError, TypeError, ValueError) as error:
-            raise RequestError(
-                f"the chat template does not take these messages: {error}"
-            ) from error
-        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
-        return {"prompt": text, "prompt_token_ids": list(token_ids)}
-
     # --- out ---
 
     def output_of(self, request: Request) -> RequestOutput:
@@ -353,29 +320,3 @@ def _is_integer(value: Any) -> bool:
     except TypeError:
         return False
     return not isinstance(value, bool)
-
-
-def _eos_ids(generation_config: Mapping[str, Any], tokenizer: Any) -> list[int]:
-    """End-of-sequence ids: the tokenizer's own first, as vLLM, then the others."""
-    listed = generation_config.get("eos_token_id") or []
-    ids = [listed] if isinstance(listed, int) else list(listed)
-    own = getattr(tokenizer, "eos_token_id", None)
-    if own is not None:
-        ids = [own, *(token for token in ids if token != own)]
-    return ids
-
-
-def _default_params(generation_config: Mapping[str, Any]) -> SamplingParams:
-    found = {
-        ours: generation_config[theirs]
-        for theirs, ours in _DEFAULTS.items()
-        if generation_config.get(theirs) is not None
-    }
-    if generation_config.get("repetition_penalty") not in (None, 1, 1.0):
-        logger.warning(
-            "the checkpoint's default repetition_penalty=%s is not supported yet and is left out",
-            generation_config["repetition_penalty"],
-        )
-    if found:
-        logger.info("Default sampling parameters, from the checkpoint: %s", found)
-    return SamplingParams(**found)

@@ -6,18 +6,20 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 from tqdm import tqdm
 
 from jpaged import loading
 from jpaged.config import EngineConfig, ModelConfig
 from jpaged.engine import compiled
+from jpaged.engine.chat import ContentFormat, Messages, list_conversations, render_chat
+from jpaged.engine.defaults import read_defaults
 from jpaged.engine.engine import Engine
 from jpaged.engine.intake import Intake, Prompt
 from jpaged.engine.output import BeamSearchOutput, RequestOutput
 from jpaged.engine.request import Request
-from jpaged.engine.serving import make_engine, prepare_params
+from jpaged.engine.serving import make_engine, prepare_params, resolve_model
 from jpaged.engine.stats import EngineStats
 from jpaged.engine.usage import Snapshot
 from jpaged.errors import ConfigError, RequestError
@@ -25,8 +27,6 @@ from jpaged.sampling_params import BeamSearchParams, SamplingParams
 from jpaged.typing import Params
 
 logger = logging.getLogger(__name__)
-
-Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
@@ -39,7 +39,10 @@ class LLM:
     tokenizer: a path, or any object with transformers' interface. skip_tokenizer_init: none at all;
         prompts are token ids then, and outputs carry no text.
     generation_config: "auto" takes end-of-sequence ids and default sampling from the checkpoint,
-        "vllm" takes the end-of-sequence ids alone.
+        "vllm" takes the end-of-sequence ids alone, and a folder's generation_config.json is read in
+        the place of the checkpoint's. override_generation_config: values that win over the file's,
+        such as {"temperature": 0.5}.
+    chat_template: for `chat`, in the place of the tokenizer's: Jinja text, or a file with it.
     options: the fields of `EngineConfig` and `CacheConfig`, flat.
 
     Raises ConfigError or CheckpointError before any weight is read where possible.
@@ -52,14 +55,11 @@ class LLM:
         params: Params | None = None,
         tokenizer: Any = None,
         skip_tokenizer_init: bool = False,
-        generation_config: str = "auto",
-        chat_template: str | None = None,
+        generation_config: str | Path = "auto",
+        override_generation_config: Mapping[str, Any] | None = None,
+        chat_template: str | Path | None = None,
         **options: Any,
     ) -> None:
-        if generation_config not in ("auto", "vllm"):
-            raise ConfigError(
-                f"generation_config={generation_config!r} is unknown; choose auto or vllm"
-            )
         config = EngineConfig.from_options(**options)
         compiled.keep_programs(config.compilation_cache_dir)
         is_path = isinstance(model, str | Path)
@@ -71,14 +71,20 @@ class LLM:
             )
         self._chat_template = chat_template
         self._tokenizer = None if skip_tokenizer_init else _load_tokenizer(tokenizer, model)
+        defaults = read_defaults(
+            model,
+            self._tokenizer,
+            resolve_model(model).vocab_size,
+            generation_config=generation_config,
+            override=override_generation_config,
+        )
         self._engine, self.model_config, self._dtype = make_engine(model, params, config)
         self._intake = Intake(
             self.model_config,
             self._engine.config,
             self._engine.num_blocks,
             self._tokenizer,
-            loading.load_generation_config(model) if isinstance(model, str | Path) else {},
-            use_defaults=generation_config == "auto",
+            defaults,
         )
 
     # --- generation ---
@@ -135,20 +141,25 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        chat_template: str | None = None,
+        chat_template: str | Path | None = None,
+        chat_template_content_format: ContentFormat = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answers one conversation or a list of them, through the model's chat template."""
+        """Answers one conversation or a list of them, through the model's chat template.
+
+        The arguments are those of `preprocess_chat` and `generate`; errors too.
+        """
         prompts = self.preprocess_chat(
             messages,
             chat_template=chat_template,
+            chat_template_content_format=chat_template_content_format,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
-            **(chat_template_kwargs or {}),
+            chat_template_kwargs=chat_template_kwargs,
         )
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
@@ -156,27 +167,29 @@ class LLM:
         self,
         messages: Messages | Sequence[Messages],
         *,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        **template_options: Any,
+        chat_template: str | Path | None = None,
+        **options: Any,
     ) -> list[Prompt]:
         """The prompts that `chat` makes of one conversation or a list of them, for `generate`.
 
-        Raises RequestError if there is no chat template, or it does not take the messages.
+        messages: dicts with a `role` and a `content`, a string or a list of text parts. options:
+            those of `chat.render_chat`.
+
+        Raises RequestError, with the place of the conversation, if there is no chat template or it
+        does not take the messages.
         """
-        is_many = isinstance(messages, list | tuple) and not any(
-            isinstance(message, Mapping) for message in messages
-        )
-        conversations = cast("Sequence[Messages]", messages if is_many else [messages])
-        return [
-            self._intake.apply_chat_template(
-                conversation,
-                chat_template=chat_template or self._chat_template,
-                add_generation_prompt=add_generation_prompt,
-                **template_options,
-            )
-            for conversation in conversations
-        ]
+        template, prompts = chat_template or self._chat_template, []
+        for place, conversation in enumerate(list_conversations(messages)):
+            try:
+                prompt = render_chat(
+                    self._tokenizer, conversation, chat_template=template, **options
+                )
+            except RequestError as error:
+                refused = RequestError(f"conversation {place}: {error}")
+                refused.prompt_index = place
+                raise refused from error
+            prompts.append(prompt)
+        return prompts
 
     def _serve(self, requests: Sequence[Request], *, use_tqdm: bool) -> None:
         try:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jpaged.config import EngineConfig, ModelConfig
 from jpaged.core.state import init_state
 from jpaged.engine.capacity import blocks_per_request
+from jpaged.engine.defaults import Defaults
 from jpaged.engine.engine import Engine
 from jpaged.engine.intake import Intake
 from jpaged.sampling_params import SamplingParams
@@ -57,8 +58,7 @@ def make_counting_engine(
         )
 
     engine = Engine(counting_forward, counting_params(), config, make_state)
-    generation_config = {"eos_token_id": eos_ids} if eos_ids else {}
-    return engine, Intake(model, config, num_blocks, None, generation_config, use_defaults=False)
+    return engine, Intake(model, config, num_blocks, None, Defaults(eos_ids or []))
 
 
 def greedy(max_tokens: int, **fields) -> SamplingParams:

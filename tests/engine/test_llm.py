@@ -198,8 +198,10 @@ def test_chat_takes_one_conversation_or_many_and_begins_each_once(config):
             assert [output.prompt for output in outputs] == prompts
             assert all(output.prompt_token_ids.count(1) == 1 for output in outputs)
         for messages in (None, "bc", one[0]):
-            with pytest.raises(RequestError, match="does not take these messages"):
+            with pytest.raises(RequestError, match="messages must be a conversation, such as"):
                 llm.chat(messages, GREEDY)
+        with pytest.raises(RequestError, match="conversation 1: message 0 must have a role"):
+            llm.chat([one, [{"content": "b"}]], GREEDY)
 
 
 def test_closing_gives_the_memory_back(config):

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from jpaged.config import EngineConfig
 from jpaged.core.state import check_invariants, init_state
 from jpaged.engine.capacity import blocks_per_request, max_blocks_per_request
+from jpaged.engine.defaults import Defaults
 from jpaged.engine.engine import Engine
 from jpaged.engine.intake import Intake
 from jpaged.errors import RequestTooLongError
@@ -65,7 +66,7 @@ class Windowed:
             )
 
         self.engine = Engine(windowed_forward(WINDOW), counting_params(), config, make_state)
-        self.intake = Intake(WINDOWED, config, num_blocks, None, {}, use_defaults=False)
+        self.intake = Intake(WINDOWED, config, num_blocks, None, Defaults())
         self.peak = 0  # most blocks that a row held
 
     def run(self, *requests):
