@@ -50,8 +50,8 @@ def read_defaults(
     """The defaults of a model.
 
     model: its path; anything else has no file. generation_config: "auto", "vllm", or a folder with
-    a generation_config.json. override: values in the file's names that win over it, whichever is
-    read.
+    a generation_config.json; where that names no end of sequence, the model's counts.
+    override: values in the file's names that win over it, whichever is read.
 
     A value in a file that a request could not take is left out, with a warning. Raises ConfigError
     for an override that can not be taken and for a folder without the file.
@@ -60,7 +60,7 @@ def read_defaults(
     chosen, source = own, FILE
     if generation_config not in ("auto", "vllm"):
         source = str(_file_in(generation_config))
-        chosen = own | read_json(Path(source))
+        chosen = {"eos_token_id": own.get("eos_token_id")} | read_json(Path(source))
     recommended = {} if generation_config == "vllm" else _recommended(chosen, source)
     params = SamplingParams(**recommended | _overrides(override or {}))
     _log(params, source if recommended else None)

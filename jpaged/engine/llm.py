@@ -221,8 +221,8 @@ class LLM:
         return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` takes when no parameters are given."""
-        return self._intake.default_params
+        """What `generate` takes when no parameters are given; a copy, to change at will."""
+        return self._intake.default_params.clone()
 
     def update_params(self, params: Params) -> None:
         """Takes new weights, a canonical tree of the same shapes. Compiles nothing, and nothing

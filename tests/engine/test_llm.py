@@ -204,6 +204,17 @@ def test_chat_takes_one_conversation_or_many_and_begins_each_once(config):
             llm.chat([one, [{"content": "b"}]], GREEDY)
 
 
+def test_parameters_may_be_changed_between_calls_and_hurt_no_defaults(llm):
+    params = llm.get_default_sampling_params()
+    assert params == SamplingParams()
+    lengths = []
+    params.temperature = 0
+    for params.max_tokens in (3, 5):
+        lengths += [len(tokens) for tokens in tokens_of(llm.generate(PROMPTS[:1], params))]
+    assert lengths == [3, 5]
+    assert llm.get_default_sampling_params() == SamplingParams()
+
+
 def test_closing_gives_the_memory_back(config):
     params = tiny_params(config, 0)
     gc.collect()
