@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import itertools
 from typing import Any
 
 import pytest
@@ -83,17 +84,20 @@ def test_deltas_are_the_whole_text_and_certain(kind, data, skip):
 @given(st.data(), st.lists(st.binary(min_size=2, max_size=4), max_size=12), st.booleans())
 def test_random_byte_level_vocabularies(data, pieces, skip):
     tokenizer = byte_level(pieces)
-    check(tokenizer, *(data.draw(sequences(tokenizer)) for _ in range(3)), skip)
+    prompt, output, other = (data.draw(sequences(tokenizer)) for _ in range(3))
+    check(tokenizer, prompt, output, other, skip)
 
 
 @settings(max_examples=60)
 @given(st.data(), st.lists(TEXT, max_size=12), st.sampled_from([*DECODERS]), st.booleans())
 def test_random_sentencepiece_vocabularies(data, pieces, kind, skip):
     tokenizer = sentencepiece(kind, pieces)
-    check(tokenizer, *(data.draw(sequences(tokenizer)) for _ in range(3)), skip)
+    prompt, output, other = (data.draw(sequences(tokenizer)) for _ in range(3))
+    check(tokenizer, prompt, output, other, skip)
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=30)
 @given(st.data())
 def test_a_text_is_out_with_its_last_token(kind, data):
     """Nothing waits that need not: after a letter that is no byte token all is certain."""
@@ -222,7 +226,7 @@ def check_real(tokenizer: Any, data: st.DataObject, skip: bool) -> None:
         st.lists(st.sampled_from(tokenizer.all_special_ids), max_size=2),
         PART.map(lambda part: [i for i in ids_of(tokenizer, part) if i is not None]),
     )
-    parts = st.lists(ids, max_size=4).map(lambda lists: sum(lists, []))
+    parts = st.lists(ids, max_size=4).map(lambda lists: list(itertools.chain(*lists)))
     prompt, output, other = (data.draw(parts) for _ in range(3))
     check(tokenizer, prompt, output, other, skip)
     cut = data.draw(st.integers(0, len(output)))
