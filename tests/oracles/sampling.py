@@ -14,22 +14,25 @@ def shares(probs: np.ndarray) -> np.ndarray:
 
 
 def kept_ids(probs: np.ndarray, *, top_k: int, top_p: float, min_p: float) -> set[int]:
-    """The ids that min-p, then top-k, then top-p of the rest leave; ties at a limit all stay.
-
-    Of these, only the ids with a share can ever be drawn.
-    """
+    """The ids that truncation leaves and that have a share: these alone can ever be drawn."""
     weights = shares(probs)
+    return {i for i in truncate(probs, top_k=top_k, top_p=top_p, min_p=min_p) if weights[i] > 0}
+
+
+def truncate(probs: np.ndarray, *, top_k: int, top_p: float, min_p: float) -> set[int]:
+    """The ids that min-p, then top-k, then top-p of the rest leave; ties at a limit all stay."""
     order = sorted(range(len(probs)), key=lambda i: -probs[i])
     kept = [i for i in order if probs[i] >= np.float32(min_p)]
     if 0 < top_k < len(kept):
         kept = [i for i in kept if probs[i] >= probs[kept[top_k - 1]]]
     if top_p < 1:
+        weights = shares(probs)
         left = int(sum(weights[kept]))
         target = max(1, int(np.ceil(np.float32(top_p) * np.float32(left))))
         mass = np.cumsum(weights[kept])
         last = kept[int(np.searchsorted(mass, min(target, left)))]
         kept = [i for i in kept if probs[i] >= probs[last]]
-    return {i for i in kept if weights[i] > 0}
+    return set(kept)
 
 
 def draw(probs: np.ndarray, kept: set[int], bits: int) -> int:
