@@ -122,6 +122,7 @@ def _generate(args: argparse.Namespace, started: float) -> None:
         tokenizer=args.tokenizer,
         skip_tokenizer_init=args.skip_tokenizer_init,
         generation_config=args.generation_config,
+        override_generation_config=args.override_generation_config,
         **options,
     ) as llm:
         logger.info("Engine ready %.1f s after the start", time.perf_counter() - started)

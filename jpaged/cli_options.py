@@ -6,6 +6,7 @@ decided by the configuration it belongs to.
 
 import argparse
 import dataclasses
+import json
 import re
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,6 +15,7 @@ from jpaged.config import CacheConfig, EngineConfig
 from jpaged.sampling_params import SamplingParams
 
 BAD_INPUT = 2
+GENERATION_FILE = "generation_config.json"
 
 ENGINE_NAMES = {field.name for field in dataclasses.fields(EngineConfig)} - {"cache"} | {
     field.name for field in dataclasses.fields(CacheConfig)
@@ -48,9 +50,17 @@ def add_prompt_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--generation-config",
-        choices=("auto", "vllm"),
+        type=generation_source,
         default="auto",
-        help="sampling defaults: the model's (auto), or the same for every model (vllm)",
+        metavar="SOURCE",
+        help="sampling defaults: the model's (auto), the same for every model (vllm), or a folder "
+        f"with {GENERATION_FILE}",
+    )
+    group.add_argument(
+        "--override-generation-config",
+        type=json_object,
+        metavar="JSON",
+        help="""values that win over them, such as '{"temperature": 0.5}'""",
     )
 
 
@@ -63,8 +73,13 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     _add(group, "--top-p", float, "draw from the likeliest tokens of this share")
     _add(group, "--top-k", int, "draw from so many likeliest tokens; 0: all")
     _add(group, "--min-p", float, "draw from tokens this likely, relative to the likeliest")
+    _add(group, "--presence-penalty", float, "taken off tokens that the output has")
+    _add(group, "--frequency-penalty", float, "the same, for each time")
+    _add(group, "--repetition-penalty", float, "divides logits of tokens in prompt and output")
     _add(group, "--max-tokens", int, "most tokens of an output")
+    _add(group, "--min-tokens", int, "tokens before anything but length may stop an output")
     _add(group, "--n", int, "outputs for each prompt")
+    _add(group, "--stop", str, "texts that end an output", nargs="+")
     _add(group, "--stop-token-ids", int, "tokens that end an output", nargs="+")
     _add(group, "--ignore-eos", None, "go on after the end of sequence", action="store_true")
 
@@ -189,6 +204,26 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {text!r}")
     return int(text)
+
+
+def generation_source(text: str) -> str:
+    """auto, vllm, or a folder with a file of defaults."""
+    if text in ("auto", "vllm") or (Path(text) / GENERATION_FILE).is_file():
+        return text
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is neither auto nor vllm nor a folder with {GENERATION_FILE}"
+    )
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error.msg}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return value
 
 
 def output_path(text: str) -> Path:
