@@ -252,7 +252,7 @@ def real_tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
 
 
 @pytest.mark.slow
-@settings(max_examples=500)
+@settings(max_examples=150)
 @given(data=st.data(), skip=st.booleans())
 def test_real_tokenizers(real_tokenizer, data, skip):
     check_real(real_tokenizer, data, skip)
