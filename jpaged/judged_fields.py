@@ -152,7 +152,7 @@ def record(kind: type[JudgedFields]) -> Judge:
             if isinstance(value, kind):
                 return value.clone()
             if isinstance(value, Mapping):
-                return kind(**value)
+                return kind(**{str(key): one for key, one in value.items()})
         except RequestError as error:
             raise RequestError(f"{name}: {error}") from None
         raise RequestError(f"{name} must be {kind.__name__}(...), got {value!r:.80}")

@@ -3,7 +3,6 @@
 import dataclasses
 import enum
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Annotated, Any, ClassVar, Literal
@@ -99,7 +98,7 @@ def _logit_bias(name: str, value: Any) -> dict[int, float] | None:
     judge, biases = integer(0, MAX_TOKEN_ID), {}
     for key, bias in value.items():
         token = int(key) if isinstance(key, str) and key.strip().isdecimal() else key
-        if isinstance(bias, bool) or not isinstance(bias, Real) or math.isnan(bias):
+        if isinstance(bias, bool) or not isinstance(bias, Real) or bias != bias:
             raise RequestError(f"{name} of token {key} must be a number, got {bias!r}")
         biases[judge(name, token)] = float(min(max(bias, -MAX_LOGIT_BIAS), MAX_LOGIT_BIAS))
     return biases or None
@@ -127,7 +126,7 @@ def _repetition(name: str, value: Any) -> Any:
 
 
 def _thinking_budget(name: str, value: Any) -> None:
-    if value != -1:  # unlimited, as vLLM writes it
+    if not (isinstance(value, int) and value == -1):  # unlimited, as vLLM writes it
         refused(None, "there is no parser that tells thinking from answering")(name, value)
 
 
@@ -246,8 +245,20 @@ class SamplingParams(JudgedFields):
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BeamSearchParams:
+def _early_stopping(name: str, value: Any) -> Any:
+    if not (value is None or isinstance(value, bool) or value == "never"):
+        raise RequestError(
+            f"{name} must be None (vLLM's rule), True, False or 'never' (Hugging Face's), "
+            f"got {value!r}"
+        )
+    return value
+
+
+_NO_BEAMS = "a beam search has no use for it yet; leave it out"
+
+
+@dataclasses.dataclass(kw_only=True)
+class BeamSearchParams(JudgedFields):
     """How to search for a prompt's likeliest continuations.
 
     beam_width: sequences kept at each step, and returned. max_tokens: output tokens at most.
@@ -263,32 +274,18 @@ class BeamSearchParams:
     Raises RequestError, naming the field, its value and its limit.
     """
 
-    beam_width: int
-    max_tokens: int
-    ignore_eos: bool = False
-    temperature: float = 0.0
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] | None = None
-    include_stop_str_in_output: bool = False
-    structured_outputs: Any = None
+    elsewhere: ClassVar = {
+        "n": "a search returns beam_width sequences",
+        "num_beams": "it is called beam_width",
+        "max_new_tokens": "it is called max_tokens",
+        "stop": "a search ends at the model's own end-of-sequence tokens",
+    }
 
-    def __post_init__(self) -> None:
-        if self.early_stopping not in (None, True, False, "never"):
-            raise RequestError(
-                "early_stopping must be None (vLLM's rule), True, False or 'never' (Hugging "
-                f"Face's), got {self.early_stopping!r}"
-            )
-        for name, judge in _BEAM_JUDGES.items():
-            object.__setattr__(self, name, judge(name, getattr(self, name)))
-
-
-_NO_BEAMS = "a beam search has no use for it yet; leave it out"
-_BEAM_JUDGES = {
-    "beam_width": integer(1, MAX_BEAM_WIDTH),
-    "max_tokens": integer(1, MAX_COUNT),
-    "ignore_eos": switch,
-    "temperature": real(0.0, 2.0),
-    "length_penalty": real(-100.0, 100.0),
-    "include_stop_str_in_output": refused(False, _NO_BEAMS),
-    "structured_outputs": refused(None, _NO_BEAMS),
-}
+    beam_width: Annotated[int, integer(1, MAX_BEAM_WIDTH)]
+    max_tokens: Annotated[int, integer(1, MAX_COUNT)]
+    ignore_eos: Annotated[bool, switch] = False
+    temperature: Annotated[float, real(0.0, 2.0)] = 0.0
+    length_penalty: Annotated[float, real(-100.0, 100.0)] = 1.0
+    early_stopping: Annotated[bool | Literal["never"] | None, _early_stopping] = None
+    include_stop_str_in_output: Annotated[bool, refused(False, _NO_BEAMS)] = False
+    structured_outputs: Annotated[Any, refused(None, _NO_BEAMS)] = None

@@ -110,7 +110,8 @@ def test_text_files_chat_and_stdout(write, capsys: pytest.CaptureFixture[str]):
 
 def test_token_ids_need_no_tokenizer(write, tmp_path: Path):
     prompts, out = write({"prompt_token_ids": [1, 50, 60]}), tmp_path / "out.jsonl"
-    options = ["--skip-tokenizer-init", "--ignore-eos", "--temperature", 0, "--max-tokens", 4]
+    defaults = '{"temperature": 0, "max_new_tokens": 4}'
+    options = ["--skip-tokenizer-init", "--ignore-eos", "--override-generation-config", defaults]
     assert generate(prompts, "--out", out, *options, model=WITHOUT_TOKENIZER) == 0
     (one,) = answers(out)[0]["outputs"]
     assert one["text"] == ""

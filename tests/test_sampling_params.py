@@ -6,6 +6,7 @@ import logging
 import math
 import pickle
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -138,6 +139,8 @@ def test_wrong_values_are_refused_by_name(field, value, said):
         ("ignore_eos", 1, "ignore_eos must be True or False, got 1"),
         ("structured_outputs", {"json": {}}, "structured_outputs is refused"),
         ("include_stop_str_in_output", True, "include_stop_str_in_output is refused"),
+        ("num_beams", 4, "it is called beam_width"),
+        ("beams_width", 4, "has no field 'beams_width'; did you mean 'beam_width'?"),
     ],
 )
 def test_wrong_values_of_a_beam_search_are_refused_by_name(field, value, said):
@@ -241,6 +244,28 @@ def test_what_is_no_rule():
         temperature=0.5, top_p=0.5, top_k=2, min_p=0.1, seed=1, stop="a", stop_token_ids=[1]
     )
     assert not params.has_rules
+
+
+STRANGE = [
+    None, True, -1, 0.5, 10**400, -math.inf, math.nan, "", "a", "\ud800", b"a", [], [None], [[1]],
+    {}, {"a": None}, {None: 1}, {1: 10**400}, (1, "a"), object(), int, print, range(3), iter([1]),
+    np.array(3), np.array("a"), np.array([0.5]), np.ones((2, 2)), np.float32("nan"), jnp.ones(2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("field", TAKEN)
+def test_strange_values_are_taken_or_refused_by_name(field):
+    num_refused = 0
+    for value in STRANGE:
+        params, told = SamplingParams(), None
+        try:
+            setattr(params, field, value)
+        except RequestError as error:
+            told = str(error)
+        assert told is None or field in told
+        assert params.clone() == params
+        num_refused += told is not None
+    assert num_refused >= 5
 
 
 def test_fields_that_contradict_each_other():

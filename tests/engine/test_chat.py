@@ -1,5 +1,6 @@
 """Conversations and templates: what is taken, what text comes out, how it begins."""
 
+import json
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from jpaged.engine.chat import list_conversations, reads_parts, render_chat
 from jpaged.errors import RequestError
+from jpaged.loading import load_tokenizer
+from tests.loading.checkpoints import FIXTURES, LLAMA
 
 STRINGS = (
     "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}]{{ message.content }}"
@@ -180,6 +183,12 @@ def test_where_a_template_comes_from(tmp_path):
 def test_what_a_template_refuses_is_told(template):
     with pytest.raises(RequestError, match="does not take these messages"):
         text_of(HELLO, "{{ bos_token }}" + template)
+
+
+def test_ids_equal_those_recorded_from_transformers():
+    chat = json.loads((FIXTURES / "tokenizer" / "expected.json").read_text())["chat"]
+    prompt = render_chat(load_tokenizer(LLAMA), chat["messages"])
+    assert (prompt["prompt"], prompt["prompt_token_ids"]) == (chat["text"], chat["ids"])
 
 
 # --- how a prompt begins ---

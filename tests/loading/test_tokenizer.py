@@ -48,6 +48,16 @@ def test_special_tokens(tokenizer: Any):
     assert {0, 1, 2, 3, 4} <= set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
 
 
+def test_spaces_between_special_tokens_change_nothing(tokenizer: Any):
+    """As docs/sampling_params.md says of the field of that name."""
+    ids = [1, 2, 1, *EXPECTED["samples"][0]["ids"], 2, 1]
+    with_spaces, without = (
+        tokenizer.decode(ids, skip_special_tokens=False, spaces_between_special_tokens=spaces)
+        for spaces in (True, False)
+    )
+    assert with_spaces == without
+
+
 def test_directory_without_a_tokenizer(tmp_path: Path):
     model = shutil.copytree(LLAMA, tmp_path / "model")
     for file in model.glob("*token*"):
