@@ -227,7 +227,8 @@ def _write(spec: OutputForm) -> tuple[str, str]:
     if spec.json_object:
         return "json_object", _write_json({"type": "object"}, spec)
     if spec.regex is not None:
-        regex = _library().regex_to_lark(spec.regex, use_ascii="")
+        # Digits are 0 to 9: of Unicode's, the library knows more than Python's own `re` does.
+        regex = _library().regex_to_lark(spec.regex, use_ascii="d")
         return "regex", f"start: /{regex}/"
     if spec.choice is not None:
         return "choice", "start: " + " | ".join(json.dumps(text) for text in spec.choice)

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 SPECIAL = ("<s>", "</s>", "<|end|>")
-LETTERS = tuple('ab "{}[]()')  # of a SentencePiece-like vocabulary; each is a byte as well
+LETTERS = tuple('ab. "{}[]()')  # of a SentencePiece-like vocabulary; each is a byte as well
 BYTES = [bytes([byte]) for byte in range(256)]
 PIECES = ("ab", "abc", "bc", '":', '{"', '"}', "true", "  ", " a", "12", "é", "日本", "🙂")
 
