@@ -4,12 +4,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jpaged.config import CacheConfig, EngineConfig, ModelConfig
+    from jpaged.core.logits_rules import LogitsProcessor
     from jpaged.engine.llm import LLM
     from jpaged.engine.output import (
         BeamSearchOutput,
         BeamSearchSequence,
         CompletionOutput,
         RequestOutput,
+        ScoredTokens,
     )
     from jpaged.output_constraints import RepetitionDetectionParams, StructuredOutputsParams
     from jpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -26,7 +28,9 @@ _WHERE = {
     "EngineConfig": "jpaged.config",
     "CacheConfig": "jpaged.config",
     "ModelConfig": "jpaged.config",
+    "LogitsProcessor": "jpaged.core.logits_rules",
     "RequestOutput": "jpaged.engine.output",
+    "ScoredTokens": "jpaged.engine.output",
     "CompletionOutput": "jpaged.engine.output",
     "BeamSearchOutput": "jpaged.engine.output",
     "BeamSearchSequence": "jpaged.engine.output",
@@ -40,11 +44,13 @@ __all__ = [
     "CacheConfig",
     "CompletionOutput",
     "EngineConfig",
+    "LogitsProcessor",
     "ModelConfig",
     "RepetitionDetectionParams",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoredTokens",
     "StructuredOutputsParams",
 ]
 

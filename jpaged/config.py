@@ -4,6 +4,7 @@ What a model is stands in `jpaged.model_config`. Names and defaults are vLLM's w
 """
 
 import dataclasses
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from jpaged.model_config import LayerConfig, ModelConfig
 __all__ = ["CacheConfig", "EngineConfig", "LayerConfig", "ModelConfig"]
 
 Implementation = Literal["auto", "xla"]
+LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 
 # Rows and tokens of a step by default. A CPU is busy with 64 rows; a GPU is not.
 _DEFAULT_NUM_SEQS = {"cpu": 64, "gpu": 256}
@@ -69,6 +71,14 @@ class EngineConfig:
     seed: seeds requests that bring no seed of their own, by their ordinal.
     deterministic: the same bits for a request in any batch, at some cost.
     implementation: of attention; auto takes the fastest for the device.
+    max_logprobs: most log-probabilities per token that a request may ask for; -1: no limit.
+    logprobs_mode: what is told of an id: its log-probability or logit, raw from the model, or after
+        all that a request does to it.
+    logits_processors: `LogitsProcessor`s that requests may name, compiled into the steps.
+    head_dtype: of the last product, which gives the logits; auto is `dtype`, float32 keeps the
+        head's weights as precise as the checkpoint has them.
+    max_stop_ids, max_logit_bias, max_bad_words, max_bad_word_len: most stop ids, biased ids, bad
+        words (each spelling counts) and tokens of one, that a request may ask for.
     compilation_cache_dir: where compiled programs are kept between runs; "" keeps none.
     """
 
@@ -79,6 +89,13 @@ class EngineConfig:
     long_prefill_token_threshold: int = 0
     num_decode_steps: int = 8
     max_stop_ids: int = 16
+    max_logprobs: int = 20
+    logprobs_mode: str = "raw_logprobs"
+    logits_processors: Sequence[Any] = ()
+    head_dtype: Literal["auto", "float32"] = "auto"
+    max_logit_bias: int = 300
+    max_bad_words: int = 64
+    max_bad_word_len: int = 8
     seed: int = 0
     deterministic: bool = False
     implementation: Implementation = "auto"
@@ -96,11 +113,14 @@ class EngineConfig:
         _check_range("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         _check_range("num_decode_steps", self.num_decode_steps, 1, 256)
         _check_range("max_stop_ids", self.max_stop_ids, 1, 1024)
+        _check_range("max_logprobs", self.max_logprobs, -1)
+        for name in ("max_logit_bias", "max_bad_words", "max_bad_word_len"):
+            _check_range(name, getattr(self, name), 1, 4096)
+        _check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
+        _check_choice("head_dtype", self.head_dtype, ("auto", "float32"))
+        object.__setattr__(self, "logits_processors", _processors(self.logits_processors))
         _check_range("seed", self.seed, -(2**63), 2**64 - 1)
-        if self.implementation not in ("auto", "xla"):
-            raise ConfigError(
-                f"implementation={self.implementation!r} is unknown; choose auto or xla"
-            )
+        _check_choice("implementation", self.implementation, ("auto", "xla"))
 
     @classmethod
     def from_options(cls, **options: Any) -> "EngineConfig":
@@ -153,6 +173,24 @@ def _check_range(name: str, value: Any, low: int, high: int | None = None) -> No
     if value < low or (high is not None and value > high):
         limit = f"at least {low}" if high is None else f"from {low} to {high}"
         raise ConfigError(f"{name} must be {limit}, got {value}")
+
+
+def _check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name}={value!r} is unknown; choose {' or '.join(choices)}")
+
+
+def _processors(given: Any) -> tuple[Any, ...]:
+    processors = tuple(given or ())
+    names = [getattr(processor, "name", None) for processor in processors]
+    if not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            f"logits_processors must be jpaged.LogitsProcessor records, got {given!r}; vLLM's "
+            "classes do not run inside a compiled step"
+        )
+    if len(set(names)) < len(names):
+        raise ConfigError(f"logits_processors must have different names, got {names}")
+    return processors
 
 
 def _check_share(name: str, value: Any) -> None:

@@ -50,7 +50,7 @@ def kept_shares(rows: Truncation, logits: Float[Array, "B V"]) -> Int[Array, "B 
 
 
 def truncated_logits(rows: Truncation, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-    """The logits over temperature, -inf where an id is dropped; rows that are off stay as they are."""
+    """The logits over temperature, -inf for ids that are dropped; rows that are off stay as is."""
     (B, V), temperature = logits.shape, jnp.where(rows.is_on, rows.temperature, 1.0)
     probs, _, floor = _probs_and_floor(rows, logits)
     is_kept = (_bits(probs) >= floor[:, None, None]).reshape(B, -1)[:, :V]

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import monitoring
 
-from jpaged.core import beam, block_pool, rows, step, usage
+from jpaged.core import beam, block_pool, logits_rules, rows, step, usage
 from jpaged.core.state import EngineState, init_state
 from jpaged.model_config import ModelConfig
 from jpaged.models.prepare import prepare
@@ -25,10 +25,10 @@ match_admissions = jax.jit(rows.match_admissions, static_argnames="window")
 run_step = jax.jit(
     step.step,
     donate_argnames="state",
-    static_argnames=("forward", "num_tokens", "num_decode_rows"),
+    static_argnames=("forward", "num_tokens", "num_decode_rows", "sampler", "num_prompt_top"),
 )
 run_window = jax.jit(
-    step.decode_window, donate_argnames="state", static_argnames=("forward", "num_steps")
+    step.decode_window, donate_argnames="state", static_argnames=("forward", "num_steps", "sampler")
 )
 spread = jax.jit(beam.spread, donate_argnames="state")
 run_beams = jax.jit(
@@ -36,6 +36,8 @@ run_beams = jax.jit(
     donate_argnames="state",
     static_argnames=("forward", "num_steps", "num_candidates"),
 )
+set_rules = jax.jit(logits_rules.set_rules, donate_argnames="rules")
+set_masks = jax.jit(logits_rules.set_masks, donate_argnames="rules")
 read_usage = jax.jit(usage.usage)
 reset_hashes = jax.jit(block_pool.reset_hashes, donate_argnames="pool")
 
@@ -61,7 +63,8 @@ def _empty_state(
     num_blocks: int,
     block_size: int,
     max_blocks_per_row: int,
-    num_stop_ids: int,
+    rule_sizes: logits_rules.RuleSizes,
+    processors: tuple[logits_rules.LogitsProcessor, ...],
     is_cpu: bool,
 ) -> EngineState:
     K, C = model.num_kv_heads, model.head_dim
@@ -70,13 +73,15 @@ def _empty_state(
         num_rows=num_rows,
         max_blocks_per_row=max_blocks_per_row,
         hash_key=hash_key,
-        num_stop_ids=num_stop_ids,
+        num_stop_ids=rule_sizes.num_stop_ids,
+        rule_sizes=rule_sizes,
+        processors=processors,
     )
 
 
-def _prepare(params: Params, config: ModelConfig, dtype: str) -> Params:
+def _prepare(params: Params, config: ModelConfig, dtype: str, head_dtype: str) -> Params:
     # Copies: jit would hand leaves that stay as they are through, and their owner may donate them.
-    return jax.tree.map(jnp.copy, prepare(params, config, dtype))
+    return jax.tree.map(jnp.copy, prepare(params, config, dtype, head_dtype))
 
 
 empty_state = jax.jit(
@@ -88,13 +93,14 @@ empty_state = jax.jit(
         "num_blocks",
         "block_size",
         "max_blocks_per_row",
-        "num_stop_ids",
+        "rule_sizes",
+        "processors",
         "is_cpu",
     ),
 )
 admit = jax.jit(_admit, donate_argnames="state", static_argnames="window")
 release = jax.jit(_release, donate_argnames="state")
-prepare_params = jax.jit(_prepare, static_argnames=("config", "dtype"))
+prepare_params = jax.jit(_prepare, static_argnames=("config", "dtype", "head_dtype"))
 
 
 class CompileClock:

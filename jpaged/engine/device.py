@@ -5,6 +5,7 @@ Every call donates the state and keeps the one it returns. Nothing is read back 
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jpaged.config import EngineConfig
 from jpaged.core.batch import Forward
 from jpaged.core.beam import BeamOutput
 from jpaged.core.beam_rules import Beams
+from jpaged.core.logits_rules import LogitsRules
 from jpaged.core.state import EngineState
 from jpaged.core.step import StepOutput
 from jpaged.core.usage import Usage
@@ -22,8 +24,11 @@ from jpaged.engine.dispatch import (
     NUM_ADMISSIONS,
     Buckets,
     PrefillRow,
+    SamplerChoice,
     fit,
     pack_admissions,
+    pack_masks,
+    pack_rules,
     pack_step,
     pad_rows,
 )
@@ -38,7 +43,12 @@ class Device:
     """Runs what the engine plans. Raises what the device raises, and EngineClosedError."""
 
     def __init__(
-        self, forward: Forward, params: Params, config: EngineConfig, make_state: MakeState
+        self,
+        forward: Forward,
+        params: Params,
+        config: EngineConfig,
+        make_state: MakeState,
+        vocab_size: int,
     ) -> None:
         self.params = params
         self._forward, self._config, self._make_state = forward, config, make_state
@@ -46,6 +56,7 @@ class Device:
         self._is_closed = False
         self._state: EngineState | None = None  # to be made when next needed
         self.num_blocks = self.state.pool.ref_count.shape[0]
+        self.choice = SamplerChoice(config, vocab_size)
         assert config.max_num_seqs is not None
         assert config.max_num_batched_tokens is not None, "not a resolved config"
         self._buckets = Buckets.of(
@@ -112,7 +123,21 @@ class Device:
             self._state, num_free = compiled.admit(
                 self.state, admissions, window=self._forward.window
             )
+            if ruled := [sample for sample in group if sample.request.rules is not None]:
+                self._set_rules(compiled.set_rules, *pack_rules(ruled, [s.row_id for s in ruled]))
         return num_free
+
+    def set_masks(self, samples: Sequence[Sample]) -> None:
+        """Tells rows that follow grammars what they may draw next."""
+        for start in range(0, len(samples), NUM_ADMISSIONS):
+            group = samples[start : start + NUM_ADMISSIONS]
+            self._set_rules(compiled.set_masks, *pack_masks(group))
+
+    def _set_rules(self, program: Callable[..., LogitsRules], row_ids: Any, new: Any) -> None:
+        state = self.state
+        sampling = state.sampling
+        rules = program(sampling.rules, row_ids, new)
+        self._state = replace(state, sampling=replace(sampling, rules=rules))
 
     def _pack(self, samples: Sequence[Sample], row_ids: Sequence[int]):
         return pack_admissions(
@@ -132,6 +157,7 @@ class Device:
         """A step of prefill."""
         inputs = pack_step(rows, fit(len(rows), self._buckets.prefill_rows))
         num_tokens = fit(sum(row.num_new for row in rows), self._buckets.tokens)
+        samples = [row.sample for row in rows]
         self._state, output = compiled.run_step(
             self.params,
             self.state,
@@ -139,6 +165,8 @@ class Device:
             forward=self._forward,
             num_tokens=num_tokens,
             num_decode_rows=0,
+            sampler=self.choice.sampler(samples),
+            num_prompt_top=self.choice.num_prompt_top(samples),
         )
         return output
 
@@ -152,6 +180,7 @@ class Device:
             pad_rows(row_ids, size),
             forward=self._forward,
             num_steps=num_steps,
+            sampler=self.choice.sampler(samples),
         )
         return output
 

@@ -9,11 +9,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jpaged.config import EngineConfig
+from jpaged.core.logits_rules import LogitsRules
 from jpaged.core.rows import Admissions
-from jpaged.core.sampling import SamplingState, seed_key
+from jpaged.core.sampling import Sampler, SamplingState, seed_key
 from jpaged.core.step import StepInputs
 from jpaged.engine.request import Sample
+from jpaged.engine.rules import stack_rules, with_mask
 
+TOP_WIDTHS = (8, 32, 128, 512)  # likeliest ids told, beside none and all of them
 NUM_ADMISSIONS = 8  # A: sequences looked up, seated or released by one call
 
 
@@ -81,7 +85,6 @@ def pack_admissions(
     for place, tokens in enumerate(token_lists):
         token_ids[place, : len(tokens)] = tokens
     requests = [sample.request for sample in samples]
-    params = [request.params for request in requests]
     return Admissions(
         row_ids=pad_rows(row_ids, A),
         token_ids=token_ids,
@@ -109,9 +112,9 @@ def _pack_sampling(samples: Sequence[Sample], num_stop_ids: int) -> SamplingStat
         min_p=_padded([p.min_p for p in params], np.float32),
         eos_id=_padded([request.eos_id for request in requests], np.int32),
         stop_ids=stop_ids,
-        min_len=_padded([0], np.int32),
+        min_len=_padded([request.min_len for request in requests], np.int32),
         max_len=_padded([request.max_len for request in requests], np.int32),
-        want_logprobs=_padded([p.logprobs is not None for p in params], np.bool_),
+        want_logprobs=_padded([request.num_top is not None for request in requests], np.bool_),
     )
 
 
@@ -134,4 +137,62 @@ def pack_step(rows: Sequence[PrefillRow], size: int) -> StepInputs:
         limits=_padded([row.num_new for row in rows], np.int32, size),
         parent=parent,
         sample_index=_padded([row.sample.index for row in rows], np.int32, size),
+        score_from=_padded([row.sample.next_scored for row in rows], np.int32, size),
     )
+
+
+def pack_rules(samples: Sequence[Sample], row_ids: Sequence[int]) -> tuple[Any, LogitsRules]:
+    """At most A row ids, and the rules of the samples in them as they are now."""
+    rules = []
+    for sample in samples:
+        assert sample.request.rules is not None
+        own = sample.request.rules
+        rules.append(with_mask(own, next_mask(sample)) if sample.matcher else own)
+    return pad_rows(row_ids, NUM_ADMISSIONS), stack_rules(rules, NUM_ADMISSIONS)
+
+
+def pack_masks(samples: Sequence[Sample]) -> tuple[Any, Any]:
+    """At most A row ids, and the ids that the samples in them may draw next."""
+    masks = [next_mask(sample) for sample in samples]
+    return pad_rows([s.row_id for s in samples], NUM_ADMISSIONS), _padded(masks, np.uint32)
+
+
+def next_mask(sample: Sample) -> Any:
+    """What a sample's grammar and its request's own list let it draw."""
+    assert sample.matcher is not None
+    assert sample.request.rules is not None
+    return sample.matcher.mask() & sample.request.rules.token_mask
+
+
+class SamplerChoice:
+    """Which of the few compiled samplers serves some samples.
+
+    vocab_size: wider than any other list of likeliest ids.
+    """
+
+    def __init__(self, config: EngineConfig, vocab_size: int) -> None:
+        widths = [width for width in TOP_WIDTHS if width < vocab_size]
+        self._widths = (0, *widths, vocab_size)
+        self._mode: Any = config.logprobs_mode
+        self._processors = tuple(config.logits_processors)
+
+    def sampler(self, samples: Sequence[Sample]) -> Sampler:
+        """The plainest that has all that these samples ask for."""
+        requests = [sample.request for sample in samples]
+        num_top = max((request.num_top or 0 for request in requests), default=0)
+        has_rules = any(request.rules is not None for request in requests)
+        processors = self._processors if has_rules else ()
+        return Sampler(has_rules, fit(num_top, self._widths), self._mode, processors)
+
+    def num_prompt_top(self, samples: Sequence[Sample]) -> int | None:
+        """How many likeliest ids a step tells of prompt tokens; None: it scores none."""
+        asked = [
+            sample.request.num_prompt_top or 0
+            for sample in samples
+            if sample.next_scored < len(sample.request.prompt_token_ids)
+        ]
+        return fit(max(asked), self._widths) if asked else None
+
+    def is_wide(self, num_top: int | None) -> bool:
+        """Whether so many likeliest ids take the width of the vocabulary."""
+        return num_top is not None and fit(num_top, self._widths) == self._widths[-1]

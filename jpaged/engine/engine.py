@@ -19,17 +19,16 @@ from jpaged.core.beam_rules import Beams
 from jpaged.core.step import StepOutput
 from jpaged.core.usage import Usage
 from jpaged.engine.beam_group import BeamGroup, take_beams
-from jpaged.engine.capacity import most_blocks_taken
 from jpaged.engine.device import Device, MakeState
 from jpaged.engine.dispatch import NUM_ADMISSIONS, PrefillRow
 from jpaged.engine.lookups import Lookups
 from jpaged.engine.request import Request, Sample
 from jpaged.engine.results import take_prefill, take_window
 from jpaged.engine.roster import Roster
-from jpaged.engine.scheduler import Limits, Plan, View, plan
-from jpaged.engine.seq_view import SeqView
+from jpaged.engine.scheduler import Limits, Plan, Prefill, View, plan
 from jpaged.engine.stats import EngineStats
 from jpaged.engine.usage import CacheUsage, Snapshot, UsageMeter
+from jpaged.engine.views import ViewMaker
 from jpaged.typing import Params
 
 logger = logging.getLogger(__name__)
@@ -48,7 +47,7 @@ class Engine:
     """Runs requests to their end, many at a time.
 
     forward: the model. params: its serving tree. config: resolved. make_state: gives a fresh,
-    empty state; called at the start and after a device error.
+    empty state; called at the start and after a device error. vocab_size: V.
     """
 
     def __init__(
@@ -57,11 +56,15 @@ class Engine:
         params: Params,
         config: EngineConfig,
         make_state: MakeState,
+        vocab_size: int,
     ) -> None:
         assert config.max_num_seqs is not None
         self.config, self.stats = config, EngineStats()
         self._window = forward.window
-        self._device = Device(forward, jax.block_until_ready(params), config, make_state)
+        self._device = Device(
+            forward, jax.block_until_ready(params), config, make_state, vocab_size
+        )
+        self._views = ViewMaker(config, forward.window, self._device.choice)
         self.roster = Roster(config.max_num_seqs)
         self._num_failures = 0
         self.meter: UsageMeter | None = None  # set one to have each forward pass weighed
@@ -190,19 +193,21 @@ class Engine:
             [waiting[place] for place in chosen.admitted],
             [lookups.view(place) for place in chosen.admitted],
         )
-        prefill, decoding, beams = self._rows_of(chosen)
+        prefills, beams = self._prefills(chosen), self._beams(chosen)
+        windows = self._windows(chosen)
+        self._device.set_masks([s for samples, _ in windows for s in samples if s.matcher])
         dispatches = (
-            self._weighed(self._device.step(prefill)) if prefill else None,
-            self._weighed(self._device.window(decoding, chosen.num_steps)) if decoding else None,
+            [self._weighed(self._device.step(rows)) for rows in prefills],
+            [self._weighed(self._device.window(*window)) for window in windows],
             [self._weighed(self._device.beam_window(g, chosen.num_beam_steps)) for g in beams],
         )
         prefilled, decoded, searched = jax.device_get(dispatches)
-        if prefilled:
-            self._record(prefilled, [0])
-            self._take_prefill(prefill, prefilled.output)
-        if decoded:
-            self._record(decoded, self._growth(decoded.output))
-            self._take_window(decoding, decoded.output, chosen.num_steps)
+        for rows, one in zip(prefills, prefilled, strict=True):
+            self._record(one, [0])
+            self._take_prefill(rows, one.output)
+        for (samples, num_steps), one in zip(windows, decoded, strict=True):
+            self._record(one, self._growth(one.output))
+            self._take_window(samples, one.output, num_steps)
         for groups, one in zip(beams, searched, strict=True):
             self._record(one, [0] * chosen.num_beam_steps)
             self._take_beams(groups, *one.output)
@@ -220,8 +225,8 @@ class Engine:
         may_admit = True
         while True:
             waiting = list(self.roster.waiting) if may_admit else []
-            lookups = Lookups(waiting, self._look_up, self._waiting_keys)
-            views = [self._view(sample) for sample in self.roster.running]
+            lookups = Lookups(waiting, self._look_up, self._views.waiting_keys)
+            views = [self._views.running(sample) for sample in self.roster.running]
             chosen = plan(views, lookups, self._limits(may_admit))
             if not chosen.preempt:
                 return chosen, waiting, lookups
@@ -241,53 +246,15 @@ class Engine:
             may_admit=may_admit,
         )
 
-    def _view(self, sample: Sample, num_cached: int | None = None, num_free_hits: int = 0) -> View:
-        """A sample as the scheduler sees it. num_cached: what a waiting one finds in the cache."""
-        block_size = self.config.cache.block_size
-        found: dict[str, Any] = {}
-        if num_cached is not None:
-            found = {
-                "context_len": num_cached,
-                "num_blocks": num_cached // block_size,
-                "num_free_hits": num_free_hits,
-                "most_taken": most_blocks_taken(self.config, self._window, num_cached),
-            }
-        if isinstance(sample, BeamGroup):
-            return sample.view(block_size, **found)
-        # The last to write into a shared block has it for itself.
-        is_shared = sample.is_tail_shared and any(
-            other.is_tail_shared for other in sample.request.samples[sample.index + 1 :]
-        )
-        fields: dict[str, Any] = {
-            "num_tokens": sample.num_tokens,
-            "context_len": sample.context_len,
-            "num_blocks": sample.num_blocks,
-            "max_len": sample.request.max_len,
-            "is_tail_shared": is_shared,
-            "num_forks": len(sample.forks),
-        }
-        return SeqView(**(fields | found), keys=self._keys(sample))
-
-    def _keys(self, sample: Sample) -> list[bytes]:
-        """Names of the blocks that it shares with others, if it does."""
-        is_reading = sample.num_tokens - sample.context_len > 1
-        if not (is_reading and self.config.cache.enable_prefix_caching):
-            return []
-        return sample.prefix_keys(self.config.cache.block_size)
-
     def _look_up(self, samples: Sequence[Sample]) -> list[View]:
         """Views of at most NUM_ADMISSIONS waiting samples, with what the prefix cache has."""
         if not self.config.cache.enable_prefix_caching:
-            return [self._view(sample, 0) for sample in samples]
+            return [self._views.waiting(sample, 0) for sample in samples]
         num_cached, num_free_hits = jax.device_get(self._device.match(samples))
         return [
-            self._view(sample, int(num_cached[i]), int(num_free_hits[i]))
+            self._views.waiting(sample, int(num_cached[i]), int(num_free_hits[i]))
             for i, sample in enumerate(samples)
         ]
-
-    def _waiting_keys(self, sample: Sample) -> list[bytes]:
-        """Names of the blocks that a waiting sample can find in the cache."""
-        return self._keys(sample)[: (sample.num_tokens - 1) // self.config.cache.block_size]
 
     def _admit(self, samples: Sequence[Sample], views: Sequence[View]) -> None:
         """Seats waiting samples."""
@@ -300,16 +267,21 @@ class Engine:
             has_cache = self.config.cache.enable_prefix_caching
             self.stats.count_admission(sample, view.context_len, has_cache=has_cache)
 
-    def _rows_of(
-        self, chosen: Plan
-    ) -> tuple[list[PrefillRow], list[Sample], list[list[BeamGroup]]]:
-        """The plan's rows, forks behind all others, and its beam groups by width. Admitted samples
-        have joined the running."""
-        running = self.roster.running
-        decoding = [running[index] for index in chosen.decode]
-        rows, forks = [], []
+    def _prefills(self, chosen: Plan) -> list[list[PrefillRow]]:
+        """The plan's prefill, admitted samples included, as the rows of one step, forks behind all
+        others. What is scored over the whole vocabulary has a step to itself, for the memory."""
+        together: list[Prefill] = []
+        alone: list[list[Prefill]] = []
         for p in chosen.prefill:
-            sample = running[p.index]
+            is_wide = self._views.is_wide(self.roster.running[p.index])
+            alone.append([p]) if is_wide else together.append(p)
+        steps = [together, *alone] if together else alone
+        return [self._prefill_rows(step) for step in steps]
+
+    def _prefill_rows(self, prefills: Sequence[Prefill]) -> list[PrefillRow]:
+        rows, forks = [], []
+        for p in prefills:
+            sample = self.roster.running[p.index]
             for child in sample.forks[: p.num_forks]:
                 forks.append(PrefillRow(child, self.roster.take_rows(1)[0], 0, parent=len(rows)))
             num_rows = sample.num_live if isinstance(sample, BeamGroup) and sample.is_spread else 1
@@ -317,12 +289,22 @@ class Engine:
                 PrefillRow(sample, row_id, p.num_new // num_rows)
                 for row_id in sample.row_ids[:num_rows]
             ]
+        return rows + forks
+
+    def _windows(self, chosen: Plan) -> list[tuple[list[Sample], int]]:
+        """Who decodes, and how many steps: in a window, and beside it one step at a time."""
+        running = self.roster.running
+        windows = [(chosen.decode, chosen.num_steps), (chosen.stepwise, 1)]
+        return [([running[index] for index in at], steps) for at, steps in windows if at]
+
+    def _beams(self, chosen: Plan) -> list[list[BeamGroup]]:
+        """The plan's beam groups, by width."""
         groups: dict[int, list[BeamGroup]] = {}
         for index in chosen.beams:
-            group = running[index]
+            group = self.roster.running[index]
             assert isinstance(group, BeamGroup)
             groups.setdefault(group.width, []).append(group)
-        return rows + forks, decoding, list(groups.values())
+        return list(groups.values())
 
     # --- what came back ---
 

@@ -1,32 +1,28 @@
-"""The front desk: judges prompts and parameters before any device work, and words the results."""
+"""The front desk: judges prompts and parameters before any device work."""
 
+import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jpaged.config import EngineConfig, ModelConfig
-from jpaged.engine.beam_group import BeamGroup, best_sequences, make_group
+from jpaged.engine.beam_group import make_group
 from jpaged.engine.capacity import max_blocks_per_request
 from jpaged.engine.defaults import Defaults
-from jpaged.engine.output import (
-    BeamSearchOutput,
-    BeamSearchSequence,
-    CompletionOutput,
-    Logprob,
-    RequestOutput,
-)
-from jpaged.engine.request import Request, Sample, cache_root, derived_seed
+from jpaged.engine.output_text import OutputText
+from jpaged.engine.request import Request, cache_root, derived_seed
+from jpaged.engine.rules import RuleMaker, rule_sizes
+from jpaged.engine.structured import Grammar, GrammarCompiler
 from jpaged.errors import RequestError, RequestTooLongError
 from jpaged.sampling_params import BeamSearchParams, SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
-_PROMPT_TAIL = 8  # prompt tokens that the output's text may hang on
 
 
 class Intake:
-    """Turns prompts into requests that the engine can serve, and requests into outputs.
+    """Turns prompts into requests that the engine can serve.
 
     num_blocks: the pool's, null block included.
     """
@@ -47,8 +43,9 @@ class Intake:
         self._eos_ids = defaults.eos_ids
         self._num_requests = 0
         self.default_params = defaults.params
-
-    # --- in ---
+        sizes = rule_sizes(config, model.vocab_size)
+        self._rules = RuleMaker(sizes, config.logits_processors, tokenizer)
+        self._grammars = GrammarCompiler(tokenizer, model.vocab_size, self._eos_ids)
 
     def accept(
         self,
@@ -69,6 +66,21 @@ class Intake:
             raise RequestError(f"params must be BeamSearchParams, got {params!r}")
         listed = _list_prompts(prompts)
         return self._accept_all(self._accept_beam, listed, [params] * len(listed))
+
+    def accept_scores(
+        self, prompts: Prompt | Sequence[Prompt], continuations: Sequence[str | Sequence[int]]
+    ) -> list[Request]:
+        """Requests to score continuations of prompts, one each. Raises RequestError for the first
+        bad one."""
+        listed = _list_prompts(prompts)
+        if isinstance(continuations, str) or not isinstance(continuations, Iterable):
+            raise RequestError(f"continuations must be a list, got {continuations!r:.80}")
+        others = list(continuations)
+        if len(others) != len(listed):
+            raise RequestError(
+                f"{len(listed)} prompts came with {len(others)} continuations; give one each"
+            )
+        return self._accept_all(self._accept_score, listed, others)
 
     def _accept_all(
         self, accept: Callable[..., Request], prompts: Sequence[Prompt], params: Sequence[Any]
@@ -106,16 +118,7 @@ class Intake:
         text, token_ids, salt = self._read_prompt(prompt)
         self._check_tokens(token_ids)
         max_len = self._max_len(len(token_ids), params)
-        stop_ids = dict.fromkeys(params.stop_token_ids or ())
-        if not params.ignore_eos:
-            stop_ids |= dict.fromkeys(self._eos_ids[1:])
-        if len(stop_ids) > self._config.max_stop_ids:
-            raise RequestError(
-                f"{len(stop_ids)} stop ids exceed max_stop_ids={self._config.max_stop_ids}; "
-                "start the engine with more"
-            )
-        rope_start = self._model.dynamic_rope_start
-        has_own_rope = rope_start is not None and len(token_ids) > rope_start
+        stop_ids, held_ids = self._stop_ids(params)
         seed = params.seed
         return Request(
             request_id=str(ordinal),
@@ -123,11 +126,58 @@ class Intake:
             prompt_token_ids=token_ids,
             params=params,
             max_len=max_len,
-            stop_ids=tuple(stop_ids),
+            stop_ids=stop_ids,
             eos_id=self._eos_ids[0] if self._eos_ids and not params.ignore_eos else -1,
             seed=derived_seed(self._config.seed, ordinal) if seed is None else seed % 2**64,
-            root=cache_root(cache_salt=salt, rope_len=len(token_ids) if has_own_rope else 0),
+            root=self._root(salt, len(token_ids)),
+            rules=self._rules.make(params, held_ids) if params.has_rules else None,
+            grammar=self._grammar(params),
+            make_text=self._make_text(token_ids, params),
+            num_top=self._num_top(params),
+            num_prompt_top=self._width("prompt_logprobs", params.prompt_logprobs),
         )
+
+    def _stop_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ids that end an output besides the first end of sequence, and those that min_tokens
+        holds back: all of them, heeded or not."""
+        own, eos_ids = dict.fromkeys(params.stop_token_ids or ()), dict.fromkeys(self._eos_ids)
+        stop_ids = own if params.ignore_eos else own | dict.fromkeys(self._eos_ids[1:])
+        limit = self._config.max_stop_ids
+        if len(own | dict.fromkeys(self._eos_ids[1:])) > limit:
+            raise RequestError(
+                f"{len(stop_ids)} stop ids exceed max_stop_ids={limit}; start the engine with more"
+            )
+        return tuple(stop_ids), tuple(eos_ids | own)
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        spec = params.structured_outputs
+        return None if spec is None else self._grammars.compile(spec)
+
+    def _make_text(
+        self, prompt_token_ids: list[int], params: SamplingParams
+    ) -> Callable[[], OutputText] | None:
+        """What looks at each output's text while it grows, if there are strings to stop at."""
+        if not params.stop:
+            return None
+        if self._tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, and this engine has none")
+        return functools.partial(OutputText, self._tokenizer, prompt_token_ids, params)
+
+    def _num_top(self, params: SamplingParams) -> int | None:
+        if params.logprobs is None and params.logprob_token_ids:
+            return 0
+        return self._width("logprobs", params.logprobs)
+
+    def _width(self, name: str, number: int | None) -> int | None:
+        """How many likeliest ids are asked for, at most the vocabulary."""
+        vocab_size, limit = self._model.vocab_size, self._config.max_logprobs
+        width = vocab_size if number == -1 else number
+        if width is not None and width > (vocab_size if limit == -1 else limit):
+            raise RequestError(
+                f"{name}={number} exceeds max_logprobs={limit}; start the engine with more, -1 for "
+                "the whole vocabulary"
+            )
+        return width
 
     def _accept_beam(self, prompt: Prompt, params: BeamSearchParams, ordinal: int) -> Request:
         width, max_num_seqs = params.beam_width, self._config.max_num_seqs or 0
@@ -159,6 +209,46 @@ class Intake:
         request.samples = [make_group(request)]
         return request
 
+    def _accept_score(
+        self, prompt: Prompt, continuation: str | Sequence[int], ordinal: int
+    ) -> Request:
+        text, token_ids, salt = self._read_prompt(prompt)
+        self._check_tokens(token_ids)
+        if isinstance(continuation, str):
+            scored = self._encode(continuation, add_special_tokens=False)
+        else:
+            scored = _check_ids(continuation)
+        if not scored:
+            raise RequestError("its continuation is empty; give at least one token")
+        self._check_tokens(scored)
+        length = len(token_ids) + len(scored)
+        if length > self._max_model_len:
+            raise RequestTooLongError(
+                f"{len(token_ids)} prompt tokens and {len(scored)} to score exceed "
+                f"max_model_len={self._max_model_len}; shorten them, or start the engine with a "
+                "larger max_model_len"
+            )
+        self._check_pool(len(token_ids), length)
+        return Request(
+            request_id=str(ordinal),
+            prompt=text,
+            prompt_token_ids=token_ids + scored,
+            params=SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0),
+            max_len=length,
+            stop_ids=(),
+            eos_id=-1,
+            seed=0,
+            root=self._root(salt, length),
+            num_prompt_top=0,
+            score_from=len(token_ids),
+            is_scoring=True,
+        )
+
+    def _root(self, salt: str | None, prompt_len: int) -> tuple[int, int, int, int]:
+        rope_start = self._model.dynamic_rope_start
+        has_own_rope = rope_start is not None and prompt_len > rope_start
+        return cache_root(cache_salt=salt, rope_len=prompt_len if has_own_rope else 0)
+
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
         """Text if there is any, token ids, and the salt of the prefix cache."""
         if isinstance(prompt, str):
@@ -178,11 +268,11 @@ class Intake:
             raise RequestError("it has neither a prompt text nor prompt_token_ids")
         return text, self._encode(text), salt
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, **options: Any) -> list[int]:
         if self._tokenizer is None:
             raise RequestError("a text needs a tokenizer, and this engine has none; give token ids")
         try:
-            return list(self._tokenizer.encode(text))
+            return list(self._tokenizer.encode(text, **options))
         except TypeError:
             raise RequestError(f"its text is no valid Unicode: {text!r:.80}") from None
 
@@ -205,6 +295,10 @@ class Intake:
                 "with a larger max_model_len"
             )
         max_len = min(limit, prompt_len + (params.max_tokens or limit))
+        self._check_pool(prompt_len, max_len)
+        return max_len
+
+    def _check_pool(self, prompt_len: int, max_len: int) -> None:
         # The last token's KV is never needed.
         needed = min(-(-(max_len - 1) // self._config.cache.block_size), self._most_held)
         if needed > self._num_blocks - 1:
@@ -216,85 +310,6 @@ class Intake:
                 f"than the {pool_tokens} tokens of the block pool; {way}, or start the "
                 "engine with a larger pool"
             )
-        return max_len
-
-    # --- out ---
-
-    def output_of(self, request: Request) -> RequestOutput:
-        """What a user gets of a request, whatever state it is in."""
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=request.prompt_token_ids,
-            outputs=[self._completion_of(request, sample) for sample in request.samples],
-            finished=request.is_finished,
-            num_cached_tokens=request.num_cached_tokens,
-        )
-
-    def _completion_of(self, request: Request, sample: Sample) -> CompletionOutput:
-        has_logprobs = request.params.logprobs is not None
-        return CompletionOutput(
-            index=sample.index,
-            text=self._text_of(request, sample),
-            token_ids=list(sample.output_ids),
-            cumulative_logprob=sum(sample.logprobs) if has_logprobs else None,
-            logprobs=self._logprobs_of(sample.output_ids, sample.logprobs)
-            if has_logprobs
-            else None,
-            finish_reason=sample.finish_reason,
-            stop_reason=sample.stop_reason,
-        )
-
-    def beams_of(self, request: Request) -> BeamSearchOutput:
-        """What a user gets of a beam search, whatever state it is in."""
-        (group,) = request.samples
-        assert isinstance(group, BeamGroup)
-        return BeamSearchOutput(
-            [self._sequence_of(group, *found) for found in best_sequences(group)]
-        )
-
-    def _sequence_of(
-        self,
-        group: BeamGroup,
-        output_ids: list[int],
-        logprobs: list[float],
-        cum_logprob: float,
-        score: float,
-    ) -> BeamSearchSequence:
-        tokens = group.request.prompt_token_ids + output_ids
-        is_ended = output_ids[-1:] and output_ids[-1] in group.eos_ids and not group.ignores_eos
-        return BeamSearchSequence(
-            tokens=tokens,
-            cum_logprob=cum_logprob,
-            score=score,
-            logprobs=self._logprobs_of(output_ids, logprobs),
-            text=self._decode(tokens, skip_special_tokens=False) if self._tokenizer else None,
-            finish_reason="stop" if is_ended else group.finish_reason,
-        )
-
-    def _logprobs_of(
-        self, output_ids: Sequence[int], logprobs: Sequence[float]
-    ) -> list[dict[int, Logprob]]:
-        pairs = zip(output_ids, logprobs, strict=True)
-        return [{t: Logprob(value, None, self._decode([t], False))} for t, value in pairs]
-
-    def _text_of(self, request: Request, sample: Sample) -> str:
-        """The output's text as it continues the prompt's: what decoding both adds to the prompt's,
-        where an unfinished character at the prompt's end does not count as the prompt's."""
-        params = request.params
-        if self._tokenizer is None or not params.detokenize:
-            return ""
-        # The token that stopped a sample is no part of its text.
-        end = len(sample.output_ids) - (sample.finish_reason == "stop")
-        tail = request.prompt_token_ids[-_PROMPT_TAIL:]
-        before = self._decode(tail, params.skip_special_tokens).rstrip("\N{REPLACEMENT CHARACTER}")
-        whole = self._decode(tail + sample.output_ids[:end], params.skip_special_tokens)
-        return whole[len(before) :]
-
-    def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        if self._tokenizer is None:
-            return ""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
 
 def _list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -17,7 +17,8 @@ from jpaged.engine.chat import ContentFormat, Messages, list_conversations, rend
 from jpaged.engine.defaults import read_defaults
 from jpaged.engine.engine import Engine
 from jpaged.engine.intake import Intake, Prompt
-from jpaged.engine.output import BeamSearchOutput, RequestOutput
+from jpaged.engine.output import BeamSearchOutput, RequestOutput, ScoredTokens
+from jpaged.engine.reporter import Reporter
 from jpaged.engine.request import Request
 from jpaged.engine.serving import make_engine, prepare_params, resolve_model
 from jpaged.engine.stats import EngineStats
@@ -79,6 +80,7 @@ class LLM:
             override=override_generation_config,
         )
         self._engine, self.model_config, self._dtype = make_engine(model, params, config)
+        self._reporter = Reporter(self._tokenizer)
         self._intake = Intake(
             self.model_config,
             self._engine.config,
@@ -108,7 +110,7 @@ class LLM:
         """
         requests = self._intake.accept(prompts, sampling_params)
         self._serve(requests, use_tqdm=use_tqdm)
-        return [self._intake.output_of(request) for request in requests]
+        return [self._reporter.output_of(request) for request in requests]
 
     def beam_search(
         self,
@@ -133,7 +135,27 @@ class LLM:
         size = concurrency_limit or max(len(requests), 1)
         for start in range(0, len(requests), size):
             self._serve(requests[start : start + size], use_tqdm=use_tqdm)
-        return [self._intake.beams_of(request) for request in requests]
+        return [self._reporter.beams_of(request) for request in requests]
+
+    def score_tokens(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        continuations: Sequence[str | Sequence[int]],
+        *,
+        use_tqdm: bool = True,
+    ) -> list[ScoredTokens]:
+        """Log-probabilities of given tokens behind prompts; nothing is generated.
+
+        continuations: text (encoded without special tokens) or token ids, one for each prompt.
+        Cached prefixes are used as far as they hold no scored token's beginning. Raises as
+        `generate` does, and RequestError for a request whose numbers went wrong.
+        """
+        requests = self._intake.accept_scores(prompts, continuations)
+        self._serve(requests, use_tqdm=use_tqdm)
+        for place, request in enumerate(requests):
+            if request.samples[0].finish_reason == "error":
+                raise RequestError(f"prompt {place}: the model gave NaN; check the weights")
+        return [self._reporter.scores_of(request) for request in requests]
 
     def chat(
         self,

@@ -1,6 +1,8 @@
 """What a user gets back: vLLM's names and meanings."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import overload
 
 
 @dataclasses.dataclass
@@ -12,26 +14,90 @@ class Logprob:
     decoded_token: str | None = None
 
 
+Entry = dict[int, Logprob]  # of one position, by token id
+
+
+@dataclasses.dataclass
+class FlatLogprobs(Sequence[Entry | None]):
+    """Entries of many positions in a few lists, so that a collector of garbage has little to walk:
+    those of position i stand from start_indices[i] to end_indices[i]. Reads as a list of dicts."""
+
+    start_indices: list[int] = dataclasses.field(default_factory=list)
+    end_indices: list[int] = dataclasses.field(default_factory=list)
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    ranks: list[int | None] = dataclasses.field(default_factory=list)
+    decoded_tokens: list[str | None] = dataclasses.field(default_factory=list)
+
+    def append(self, entry: Mapping[int, Logprob] | None) -> None:
+        """Adds a position; None has no entries."""
+        self.start_indices.append(len(self.token_ids))
+        for token_id, found in (entry or {}).items():
+            self.token_ids.append(token_id)
+            self.logprobs.append(found.logprob)
+            self.ranks.append(found.rank)
+            self.decoded_tokens.append(found.decoded_token)
+        self.end_indices.append(len(self.token_ids))
+
+    def __len__(self) -> int:
+        return len(self.start_indices)
+
+    @overload
+    def __getitem__(self, index: int) -> Entry: ...
+    @overload
+    def __getitem__(self, index: slice) -> "FlatLogprobs": ...
+    def __getitem__(self, index: int | slice) -> "Entry | FlatLogprobs":
+        if isinstance(index, slice):
+            part = FlatLogprobs()
+            for place in range(*index.indices(len(self))):
+                part.append(self[place])
+            return part
+        start, end = self.start_indices[index], self.end_indices[index]
+        columns = (self.token_ids, self.logprobs, self.ranks, self.decoded_tokens)
+        rows = zip(*(column[start:end] for column in columns), strict=True)
+        return {token: Logprob(value, rank, text) for token, value, rank, text in rows}
+
+
+Logprobs = list[Entry] | FlatLogprobs
+PromptLogprobs = list[Entry | None] | FlatLogprobs  # nothing is known of the first token
+
+
 @dataclasses.dataclass
 class CompletionOutput:
     """One of a request's n outputs.
 
     text: output without the token that stopped it. token_ids: everything generated, that token
     included. logprobs: one dict per output token, where asked for. finish_reason: stop, length,
-    abort or error. stop_reason: the stop token id that ended it; None for EOS and length.
+    repetition, abort or error. stop_reason: the stop string or stop token id that ended it; None
+    for EOS and all else.
     """
 
     index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None
-    logprobs: list[dict[int, Logprob]] | None
+    logprobs: Logprobs | None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
     def finished(self) -> bool:
         """Whether the output has ended."""
         return self.finish_reason is not None
+
+
+@dataclasses.dataclass
+class ScoredTokens:
+    """What the model thinks of a continuation. token_ids: its tokens. logprobs, ranks: of each,
+    behind the prompt and the tokens before it; a rank of 1 is the likeliest."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    ranks: list[int]
+
+    @property
+    def cumulative_logprob(self) -> float:
+        """Log-probability of the whole continuation."""
+        return sum(self.logprobs)
 
 
 @dataclasses.dataclass
@@ -60,7 +126,8 @@ class BeamSearchOutput:
 
 @dataclasses.dataclass
 class RequestOutput:
-    """A request's prompt and outputs. num_cached_tokens: prompt tokens whose KV was cached."""
+    """A request's prompt and outputs. num_cached_tokens: prompt tokens whose KV was cached.
+    prompt_logprobs: None and then a dict for each further token, where asked for."""
 
     request_id: str
     prompt: str | None
@@ -68,5 +135,5 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int | None = None
-    prompt_logprobs: None = None
+    prompt_logprobs: PromptLogprobs | None = None
     metrics: None = None

@@ -7,12 +7,17 @@ with what its programs report.
 import dataclasses
 import hashlib
 import struct
+from collections.abc import Callable
 from typing import Any, Literal
 
+from jpaged.core.logits_rules import LogitsRules
+from jpaged.engine.output_text import OutputText
 from jpaged.engine.prefix_keys import extend_keys
+from jpaged.engine.structured import Grammar, Matcher
+from jpaged.engine.token_scores import TokenScores
 from jpaged.sampling_params import BeamSearchParams, SamplingParams
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
 
 @dataclasses.dataclass(eq=False)
@@ -28,6 +33,13 @@ class Request:
     eos_id: int  # -1: none, or ignored
     seed: int
     root: tuple[int, int, int, int]  # what KV depends on besides tokens and weights
+    rules: LogitsRules | None = None  # NumPy's, of one row; None: it has none
+    grammar: Grammar | None = None  # that its outputs follow
+    make_text: Callable[[], OutputText] | None = None  # for each sample, if it must be looked at
+    num_top: int | None = None  # likeliest ids told of each output token; None: nothing is told
+    num_prompt_top: int | None = None  # of each prompt token from `score_from` on
+    score_from: int = 1
+    is_scoring: bool = False  # wants the prompt's scores, and no output
     beam_params: BeamSearchParams | None = None
     samples: list["Sample"] = dataclasses.field(default_factory=list)  # one of a beam search
     num_cached_tokens: int | None = None  # of the first admission
@@ -35,6 +47,16 @@ class Request:
     def __post_init__(self) -> None:
         if self.beam_params is None:
             self.samples = [Sample(self, index) for index in range(self.params.n)]
+
+    @property
+    def min_len(self) -> int:
+        """Tokens, prompt included, below which no token ends a sample."""
+        return len(self.prompt_token_ids) + self.params.min_tokens
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether cached blocks may take the place of computing it."""
+        return self.params.reads_prefix_cache
 
     @property
     def is_finished(self) -> bool:
@@ -49,9 +71,11 @@ class Sample:
     request: Request
     index: int
     output_ids: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
+    scores: TokenScores = dataclasses.field(default_factory=TokenScores)
+    prompt_scores: TokenScores = dataclasses.field(default_factory=TokenScores)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    is_ended_by_token: bool = False  # its last token is an end of sequence or a stop id
 
     row_ids: list[int] = dataclasses.field(default_factory=list)  # empty while it waits
     context_len: int = 0
@@ -59,9 +83,16 @@ class Sample:
     forks: list["Sample"] = dataclasses.field(default_factory=list)  # wait for this one's prompt
     is_tail_shared: bool = False  # its partly filled block may be shared with other samples
     has_left_a_row: bool = False  # so that the next one resumes it
+    text: OutputText | None = None
+    matcher: Matcher | None = None
     _keys: list[bytes] = dataclasses.field(default_factory=list)
 
     num_rows = 1
+
+    def __post_init__(self) -> None:
+        request = self.request
+        self.text = request.make_text() if request.make_text else None
+        self.matcher = request.grammar.matcher() if request.grammar else None
 
     @property
     def row_id(self) -> int:
@@ -79,14 +110,31 @@ class Sample:
         return len(self.request.prompt_token_ids) + len(self.output_ids)
 
     @property
+    def can_end_itself(self) -> bool:
+        """Whether it may draw an end of sequence next."""
+        request = self.request
+        return request.eos_id >= 0 and len(self.output_ids) >= request.params.min_tokens
+
+    @property
+    def next_scored(self) -> int:
+        """The first prompt position whose score is wanted and not yet there; the prompt's length
+        if there is none."""
+        request = self.request
+        if request.num_prompt_top is None or self.index > 0:
+            return len(request.prompt_token_ids)
+        return request.score_from + len(self.prompt_scores)
+
+    @property
     def most_cached(self) -> int:
-        """Tokens that the prefix cache may give it."""
-        return self.num_tokens if self.request.params.reads_prefix_cache else 0
+        """Tokens that the prefix cache may give it: what a score is made of must be computed."""
+        if self.next_scored < len(self.request.prompt_token_ids):
+            return self.next_scored - 1
+        return self.num_tokens if self.request.reads_cache else 0
 
     def prefix_keys(self, block_size: int) -> list[bytes]:
         """Names of its full blocks; none if it does not read the prefix cache."""
         is_short = len(self._keys) < self.num_tokens // block_size
-        if is_short and self.request.params.reads_prefix_cache:
+        if is_short and self.most_cached:
             extend_keys(self._keys, self.token_ids, self.request.root, block_size)
         return self._keys
 

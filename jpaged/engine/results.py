@@ -1,5 +1,6 @@
 """What came back from the device, written into the host's records."""
 
+import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -8,6 +9,10 @@ from jpaged.core.step import STOP_ERROR, StepOutput
 from jpaged.engine.beam_group import BeamGroup
 from jpaged.engine.dispatch import PrefillRow
 from jpaged.engine.request import FinishReason, Sample
+from jpaged.engine.structured import Matcher
+from jpaged.output_constraints import RepetitionDetectionParams
+
+logger = logging.getLogger(__name__)
 
 _REASONS: dict[int, FinishReason] = {
     STOP_EOS: "stop",
@@ -35,6 +40,8 @@ def take_prefill(
         if isinstance(row.sample, BeamGroup):
             _advance_group(row, rows, output, block_size)
         elif row.parent is None:
+            start = int(output.granted[:place].sum())
+            _take_prompt_scores(row.sample, int(output.granted[place]), output, start)
             _advance(row.sample, int(output.granted[place]), row.num_new, block_size)
         elif output.is_sampled[place] or output.finish_reason[place]:
             _seat_fork(row.sample, rows[row.parent].sample, row.row_id, block_size)
@@ -64,12 +71,15 @@ def take_window(
 
 
 def _advance(sample: Sample, granted: int, reserved: int, block_size: int) -> None:
+    request = sample.request
     if granted:
         # What it writes to is its own now.
         sample.is_tail_shared = False
         reserved_blocks = -(-(sample.context_len + reserved) // block_size)
         sample.num_blocks = max(sample.num_blocks, reserved_blocks)
     sample.context_len += granted
+    if request.is_scoring and sample.context_len == len(request.prompt_token_ids) - 1:
+        sample.finish("length")
 
 
 def _advance_group(
@@ -94,13 +104,76 @@ def _seat_fork(child: Sample, parent: Sample, row_id: int, block_size: int) -> N
     child.is_tail_shared = parent.is_tail_shared = child.context_len % block_size != 0
 
 
+def _take_prompt_scores(sample: Sample, granted: int, output: StepOutput, start: int) -> None:
+    """Takes the scores of prompt tokens that a step gave. start: the sample's first in the step."""
+    end, score_from = len(sample.request.prompt_token_ids), sample.next_scored
+    if output.prompt is None or score_from >= end:
+        return
+    for place in range(granted):
+        position = sample.context_len + place + 1
+        if score_from <= position < end:
+            sample.prompt_scores.add(output.prompt, (start + place,))
+
+
 def _append(sample: Sample, output: StepOutput, at: tuple[int, ...]) -> bool:
-    """Takes the token sampled there, if any, and the end of the sample if it stopped."""
+    """Takes the token sampled there, if any, and the end of the sample if it stopped. What a
+    window made behind a stop that the device does not know counts for nothing."""
+    if sample.finish_reason:
+        return False
     token_id, reason = int(output.token_ids[at]), int(output.finish_reason[at])
     is_sampled = bool(output.is_sampled[at])
     if is_sampled:
         sample.output_ids.append(token_id)
-        sample.logprobs.append(float(output.logprobs[at]))
+        if sample.request.num_top is not None:
+            sample.scores.add(output.told, at)
     if reason:
         sample.finish(_REASONS[reason], token_id if reason == STOP_TOKEN else None)
+        sample.is_ended_by_token = reason in (STOP_EOS, STOP_TOKEN)
+    if is_sampled:
+        _look_at(sample, token_id)
     return is_sampled
+
+
+def _look_at(sample: Sample, token_id: int) -> None:
+    """Stops that only the host sees, in vLLM's order: behind the device's, repetition; a stop
+    string in any case, and then it is the reason."""
+    is_stopped = sample.is_ended_by_token
+    if sample.matcher is not None and not is_stopped:
+        _follow(sample, sample.matcher, token_id)
+    detection = sample.request.params.repetition_detection
+    if not sample.finish_reason and detection and _is_repeating(sample.output_ids, detection):
+        sample.finish("repetition")
+    text = sample.text
+    if text is None:
+        return
+    found = None if is_stopped else text.add(token_id)
+    if found is not None:
+        sample.finish("stop", found)
+    if sample.finish_reason:
+        text.end(token_id if is_stopped else None)
+
+
+def _follow(sample: Sample, matcher: Matcher, token_id: int) -> None:
+    """Takes a token into the sample's grammar, and ends the sample where nothing may follow that
+    it could draw."""
+    try:
+        matcher.accept(token_id)
+        if matcher.must_end and not sample.can_end_itself and not sample.finish_reason:
+            sample.finish("stop")
+    except RuntimeError as error:
+        logger.warning(
+            "request %s can not follow its grammar: %s", sample.request.request_id, error
+        )
+        sample.finish("error")
+
+
+def _is_repeating(tokens: Sequence[int], detection: RepetitionDetectionParams) -> bool:
+    """Whether the tokens end in a pattern of one of the sizes, `min_count` times in a row."""
+    count = detection.min_count
+    for size in range(max(detection.min_pattern_size, 1), detection.max_pattern_size + 1):
+        if size * count > len(tokens):
+            return False
+        tail = tokens[-size * count :]
+        if all(tail[i] == tail[i + size] for i in range(size * (count - 1))):
+            return True
+    return False

@@ -51,7 +51,8 @@ class Prefill:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The next dispatches: admissions, one step of prefill, one window of decoding, one of beams.
+    """The next dispatches: admissions, one step of prefill, one window of decoding, one step of
+    decoding for those that must be looked at after each token, one window of beams.
 
     With `preempt` set, nothing else is: the youngest running sequence must give up its row, and
     then a new plan is made.
@@ -62,6 +63,7 @@ class Plan:
     prefill: tuple[Prefill, ...] = ()
     decode: tuple[int, ...] = ()  # indices into the running list
     num_steps: int = 1
+    stepwise: tuple[int, ...] = ()  # those that decode one token, beside the window
     beams: tuple[int, ...] = ()  # indices into the running list
     num_beam_steps: int = 1
 
@@ -69,14 +71,15 @@ class Plan:
 def plan(running: Sequence[View], waiting: Iterable[Waiting], limits: Limits) -> Plan:
     """The next plan. Raises nothing: what does not fit waits, or is preempted."""
     left = _Left(limits)
-    prefill, decode, beams = [], [], []
+    prefill, decode, stepwise, beams = [], [], [], []
     for index, seq in enumerate(running):
         num_new = left.share(seq)
         if not left.take(seq.blocks_needed(num_new, limits.block_size)):
             return Plan(preempt=True)
         left.tokens -= num_new
         if num_new and seq.is_decoding:
-            (beams if isinstance(seq, GroupView) else decode).append(index)
+            is_group = isinstance(seq, GroupView)
+            (beams if is_group else stepwise if seq.is_stepwise else decode).append(index)
         elif num_new:
             prefill.append(_prefill(index, seq, num_new, left))
 
@@ -89,6 +92,7 @@ def plan(running: Sequence[View], waiting: Iterable[Waiting], limits: Limits) ->
         prefill=tuple(prefill),
         decode=tuple(decode),
         num_steps=num_steps,
+        stepwise=tuple(stepwise),
         beams=tuple(beams),
         num_beam_steps=num_beam_steps,
     )
@@ -111,7 +115,7 @@ class _Left:
         """Tokens of its gap that fit this step."""
         threshold = self.limits.long_prefill_token_threshold
         most = max(threshold, seq.num_live) if threshold else seq.gap
-        return seq.round_down(min(seq.gap, self.tokens, most))
+        return seq.round_down(min(seq.gap, self.tokens, most, seq.most_new))
 
     def take(self, num_blocks: int) -> bool:
         if num_blocks > self.blocks:

@@ -23,18 +23,21 @@ class SeqView:
     num_free_hits: int = 0  # waiting: cached blocks that are free, and would be taken
     most_taken: int = sys.maxsize  # waiting: blocks that it holds beyond cached ones at a time
     keys: Keys = ()
+    is_scoring: bool = False  # draws nothing, and needs no KV of its last token
+    is_stepwise: bool = False  # the host must look at each token before the next is drawn
+    most_new: int = sys.maxsize  # tokens that a step may run of it
 
     num_rows = num_live = 1
 
     @property
     def gap(self) -> int:
-        """Tokens without KV."""
-        return self.num_tokens - self.context_len
+        """Tokens without KV that need one."""
+        return self.num_tokens - self.context_len - self.is_scoring
 
     @property
     def is_decoding(self) -> bool:
         """Whether one more token is all it lacks, so that a window can serve it."""
-        return self.gap == 1 and self.num_forks == 0
+        return self.gap == 1 and self.num_forks == 0 and not self.is_scoring
 
     @property
     def steps_left(self) -> int:
@@ -89,6 +92,7 @@ class GroupView:
     keys: Keys = ()
 
     num_forks = 0
+    most_new = sys.maxsize
 
     @property
     def _lag(self) -> int:

@@ -17,6 +17,7 @@ from jpaged.core.state import EngineState
 from jpaged.engine import capacity, compiled
 from jpaged.engine.engine import Engine
 from jpaged.engine.program_memory import program_bytes
+from jpaged.engine.rules import rule_sizes
 from jpaged.errors import ConfigError
 from jpaged.models.forward import make_forward
 from jpaged.models.prepare import param_bytes
@@ -46,7 +47,8 @@ def make_engine(
     if params is None:
         assert isinstance(source, str | Path)
         params = loading.load_params(source, model, dtype)
-    serving = prepare_params(params, model, dtype)
+    head_dtype = dtype if config.head_dtype == "auto" else config.head_dtype
+    serving = prepare_params(params, model, dtype, head_dtype)
     del params
     hash_key = np.frombuffer(secrets.token_bytes(16), np.uint32)
     forward = make_forward(model, deterministic=config.deterministic)
@@ -65,7 +67,7 @@ def make_engine(
     def make_state() -> EngineState:
         return compiled.empty_state(hash_key, **sizes)
 
-    engine = Engine(forward, serving, config, make_state)
+    engine = Engine(forward, serving, config, make_state, model.vocab_size)
     logger.info(
         "Model loading took %.2f s; weights are %d bytes in %s on %s",
         time.perf_counter() - started,
@@ -88,7 +90,8 @@ def _state_sizes(
         "num_blocks": num_blocks,
         "block_size": config.cache.block_size,
         "max_blocks_per_row": capacity.blocks_per_request(config),
-        "num_stop_ids": config.max_stop_ids,
+        "rule_sizes": rule_sizes(config, model.vocab_size),
+        "processors": tuple(config.logits_processors),
         "is_cpu": jax.default_backend() == "cpu",
     }
 
@@ -107,7 +110,9 @@ def _resolve_dtype(source: ModelSource, model: ModelConfig, config: EngineConfig
     return loading.resolve_dtype(config.dtype, model.dtype, is_gguf)
 
 
-def prepare_params(params: Params, model: ModelConfig, dtype: str) -> Params:
+def prepare_params(
+    params: Params, model: ModelConfig, dtype: str, head_dtype: str | None = None
+) -> Params:
     """The serving tree of a canonical tree: copies, which the caller's own donations can not hurt.
 
     Raises ConfigError if the tree is not this model's: the names or shapes that differ.
@@ -123,7 +128,9 @@ def prepare_params(params: Params, model: ModelConfig, dtype: str) -> Params:
                 f"params{jax.tree_util.keystr(path)} has shape {jnp.shape(got)}, "
                 f"the model needs {want.shape}"
             )
-    return compiled.prepare_params(params, config=model, dtype=dtype)
+    return compiled.prepare_params(
+        params, config=model, dtype=dtype, head_dtype=head_dtype or dtype
+    )
 
 
 def _difference(params: Params, expected: Params) -> str:

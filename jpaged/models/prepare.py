@@ -22,8 +22,11 @@ FUSED = {
 }
 
 
-def prepare(params: Params, config: ModelConfig, dtype: DTypeLike) -> dict[str, Any]:
-    """The serving tree of `params`, which are left as they are."""
+def prepare(
+    params: Params, config: ModelConfig, dtype: DTypeLike, head_dtype: DTypeLike | None = None
+) -> dict[str, Any]:
+    """The serving tree of `params`, which are left as they are. head_dtype: of the LM head alone,
+    if it is not `dtype`."""
     decoder = params["model"]
     head = decoder["embed_tokens"] if config.tied else params["lm_head"]
     serving = {
@@ -31,9 +34,9 @@ def prepare(params: Params, config: ModelConfig, dtype: DTypeLike) -> dict[str, 
             **decoder,
             "layers": {i: _fuse_layer(layer) for i, layer in decoder["layers"].items()},
         },
-        "lm_head": _fuse(head),
     }
     serving = jax.tree.map(lambda x: x.astype(dtype), serving)
+    serving["lm_head"] = jax.tree.map(lambda x: x.astype(head_dtype or dtype), _fuse(head))
     table = serving["model"]["embed_tokens"]["weight"]
     if table.dtype.itemsize == 2:
         # A CPU would convert a 16-bit table to float32 as a whole each time it reads a row.

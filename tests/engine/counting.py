@@ -10,6 +10,7 @@ from jpaged.engine.capacity import blocks_per_request
 from jpaged.engine.defaults import Defaults
 from jpaged.engine.engine import Engine
 from jpaged.engine.intake import Intake
+from jpaged.engine.rules import rule_sizes
 from jpaged.sampling_params import SamplingParams
 from tests.core.scripted import (
     VOCAB_SIZE,
@@ -55,9 +56,10 @@ def make_counting_engine(
             max_blocks_per_row=blocks_per_request(config),
             hash_key=jnp.arange(4, dtype=jnp.uint32),
             num_stop_ids=config.max_stop_ids,
+            rule_sizes=rule_sizes(config, VOCAB_SIZE),
         )
 
-    engine = Engine(counting_forward, counting_params(), config, make_state)
+    engine = Engine(counting_forward, counting_params(), config, make_state, VOCAB_SIZE)
     return engine, Intake(model, config, num_blocks, None, Defaults(eos_ids or []))
 
 

@@ -38,7 +38,7 @@ def assert_found(intake, request, shift: int = 0) -> None:
     prompt = request.prompt_token_ids
     (group,) = request.samples
     want = plain_search(prompt, request.beam_params, group.eos_ids, shift)
-    got = intake.beams_of(request).sequences
+    got = Reporter(None).beams_of(request).sequences
     assert [one.tokens for one in got] == [prompt + tokens for tokens, *_ in want]
     scores = [(one.cum_logprob, one.score) for one in got]
     np.testing.assert_allclose(scores, [one[1:] for one in want], atol=1e-4)
@@ -133,7 +133,7 @@ def test_no_length_penalty_loses_beams(early_stopping):
         )
         (request,) = intake.accept_beams(PROMPTS[3], params)
         run(engine, [request])
-        found[length_penalty] = intake.beams_of(request).sequences
+        found[length_penalty] = Reporter(None).beams_of(request).sequences
         assert all(np.isfinite(one.score) for one in found[length_penalty])
     tokens, *others = ([one.tokens for one in sequences] for sequences in found.values())
     assert len(tokens) == 3

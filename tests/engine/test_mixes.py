@@ -51,8 +51,8 @@ def accept(llm: LLM, prompt: list[int], params: Any):
 def answer(llm: LLM, request) -> list[tuple]:
     """Tokens and log-probabilities, as they are."""
     if request.beam_params is None:
-        return [(s.output_ids, s.logprobs) for s in request.samples]
-    return [(s.tokens, s.cum_logprob, s.score) for s in llm._intake.beams_of(request).sequences]
+        return [(s.output_ids, s.scores.logprobs) for s in request.samples]
+    return [(s.tokens, s.cum_logprob, s.score) for s in llm._reporter.beams_of(request).sequences]
 
 
 def run_alone(llm: LLM, work: list[tuple[list[int], Any]]) -> list[list[tuple]]:

@@ -11,6 +11,7 @@ from jpaged.config import EngineConfig, ModelConfig
 from jpaged.engine import capacity, compiled
 from jpaged.engine.dispatch import pack_step, pad_rows
 from jpaged.engine.program_memory import lower_largest, program_bytes
+from jpaged.engine.rules import rule_sizes
 from jpaged.models.forward import init_params, make_forward
 from jpaged.models.prepare import param_bytes, prepare
 from tests.engine.test_capacity import FakeGPU
@@ -47,7 +48,8 @@ def empty_state(config: EngineConfig = CONFIG):
         num_blocks=NUM_BLOCKS,
         block_size=config.cache.block_size,
         max_blocks_per_row=capacity.blocks_per_request(config),
-        num_stop_ids=config.max_stop_ids,
+        rule_sizes=rule_sizes(config, MODEL.vocab_size),
+        processors=(),
         is_cpu=True,
     )
 

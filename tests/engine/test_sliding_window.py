@@ -19,6 +19,8 @@ from jpaged.engine.capacity import blocks_per_request, max_blocks_per_request
 from jpaged.engine.defaults import Defaults
 from jpaged.engine.engine import Engine
 from jpaged.engine.intake import Intake
+from jpaged.engine.reporter import Reporter
+from jpaged.engine.rules import rule_sizes
 from jpaged.errors import RequestTooLongError
 from jpaged.sampling_params import BeamSearchParams, SamplingParams
 from tests.core.scripted import (
@@ -63,9 +65,12 @@ class Windowed:
                 max_blocks_per_row=blocks_per_request(config),
                 hash_key=jnp.arange(4, dtype=jnp.uint32),
                 num_stop_ids=config.max_stop_ids,
+                rule_sizes=rule_sizes(config, VOCAB_SIZE),
             )
 
-        self.engine = Engine(windowed_forward(WINDOW), counting_params(), config, make_state)
+        self.engine = Engine(
+            windowed_forward(WINDOW), counting_params(), config, make_state, VOCAB_SIZE
+        )
         self.intake = Intake(WINDOWED, config, num_blocks, None, Defaults())
         self.peak = 0  # most blocks that a row held
 
@@ -211,7 +216,7 @@ def test_beams_longer_than_the_pool():
     want = vllm_beam_search(
         logprobs_after, LONG, 2, 12, eos_ids=(), length_penalty=1.0, ignore_eos=False
     )
-    got = windowed.intake.beams_of(request).sequences
+    got = Reporter(None).beams_of(request).sequences
     assert [one.tokens for one in got] == [LONG + tokens for tokens, *_ in want]
 
 

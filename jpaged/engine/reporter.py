@@ -1,0 +1,142 @@
+"""Requests as users get them back: text, log-probabilities and reasons, in vLLM's words."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jpaged.engine.beam_group import BeamGroup, best_sequences
+from jpaged.engine.detokenize import whole_text
+from jpaged.engine.output import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    CompletionOutput,
+    FlatLogprobs,
+    Logprob,
+    Logprobs,
+    PromptLogprobs,
+    RequestOutput,
+    ScoredTokens,
+)
+from jpaged.engine.request import Request, Sample
+from jpaged.engine.token_scores import TokenTexts, entries
+
+
+class Reporter:
+    """Words results. tokenizer: None gives no texts."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._texts = TokenTexts(tokenizer)
+
+    def output_of(self, request: Request) -> RequestOutput:
+        """What a user gets of a request, whatever state it is in."""
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=[self._completion_of(request, sample) for sample in request.samples],
+            finished=request.is_finished,
+            num_cached_tokens=request.num_cached_tokens,
+            prompt_logprobs=self._prompt_logprobs_of(request),
+        )
+
+    def _completion_of(self, request: Request, sample: Sample) -> CompletionOutput:
+        has_logprobs = request.num_top is not None
+        return CompletionOutput(
+            index=sample.index,
+            text=self._text_of(request, sample),
+            token_ids=list(sample.output_ids),
+            cumulative_logprob=sum(sample.scores.logprobs) if has_logprobs else None,
+            logprobs=self._logprobs_of(request, sample) if has_logprobs else None,
+            finish_reason=sample.finish_reason,
+            stop_reason=sample.stop_reason,
+        )
+
+    def _logprobs_of(self, request: Request, sample: Sample) -> Logprobs:
+        params = request.params
+        found = entries(
+            sample.scores,
+            sample.token_ids,
+            len(request.prompt_token_ids),
+            self._texts,
+            num_top=request.num_top or 0,
+            asked_ids=params.logprob_token_ids or (),
+        )
+        listed: Logprobs = FlatLogprobs() if params.flat_logprobs else []
+        for entry in found:
+            listed.append(entry)
+        return listed
+
+    def _prompt_logprobs_of(self, request: Request) -> PromptLogprobs | None:
+        if request.num_prompt_top is None:
+            return None
+        found = entries(
+            request.samples[0].prompt_scores,
+            request.prompt_token_ids,
+            request.score_from,
+            self._texts,
+            num_top=request.num_prompt_top,
+        )
+        listed: PromptLogprobs = FlatLogprobs() if request.params.flat_logprobs else []
+        listed.append(None)
+        for entry in found:
+            listed.append(entry)
+        return listed
+
+    def _text_of(self, request: Request, sample: Sample) -> str:
+        params, end = request.params, len(sample.output_ids)
+        if self._tokenizer is None or not params.detokenize:
+            return ""
+        if sample.text is not None:
+            return sample.text.text
+        if sample.is_ended_by_token and not params.include_stop_str_in_output:
+            end -= 1
+        return whole_text(
+            self._tokenizer,
+            request.prompt_token_ids,
+            sample.output_ids[:end],
+            skip_special_tokens=params.skip_special_tokens,
+        )
+
+    def scores_of(self, request: Request) -> ScoredTokens:
+        """What a user gets of a request that scored tokens."""
+        scores = request.samples[0].prompt_scores
+        token_ids = request.prompt_token_ids[request.score_from :]
+        return ScoredTokens(token_ids, scores.logprobs, scores.ranks)
+
+    def beams_of(self, request: Request) -> BeamSearchOutput:
+        """What a user gets of a beam search, whatever state it is in."""
+        (group,) = request.samples
+        assert isinstance(group, BeamGroup)
+        return BeamSearchOutput(
+            [self._sequence_of(group, *found) for found in best_sequences(group)]
+        )
+
+    def _sequence_of(
+        self,
+        group: BeamGroup,
+        output_ids: list[int],
+        logprobs: list[float],
+        cum_logprob: float,
+        score: float,
+    ) -> BeamSearchSequence:
+        tokens = group.request.prompt_token_ids + output_ids
+        is_ended = output_ids[-1:] and output_ids[-1] in group.eos_ids and not group.ignores_eos
+        return BeamSearchSequence(
+            tokens=tokens,
+            cum_logprob=cum_logprob,
+            score=score,
+            logprobs=self._beam_logprobs(output_ids, logprobs),
+            text=self._decode(tokens) if self._tokenizer else None,
+            finish_reason="stop" if is_ended else group.finish_reason,
+        )
+
+    def _beam_logprobs(
+        self, output_ids: Sequence[int], logprobs: Sequence[float]
+    ) -> list[dict[int, Logprob]]:
+        return [
+            {token: Logprob(value, None, self._texts.of(token, output_ids[:place]))}
+            for place, (token, value) in enumerate(zip(output_ids, logprobs, strict=True))
+        ]
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
