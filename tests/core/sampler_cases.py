@@ -18,6 +18,7 @@ from tests.core.sampler_rows import (
 from tests.oracles import sampler as oracle
 
 Strategy = st.SearchStrategy
+FEW = 6  # ids that histories repeat, rules meet, and logits favour
 SEEDS = st.integers(0, 999)
 EIGHTHS = st.integers(-16, 16).map(lambda x: x / 8)  # exact, so that ties stay ties
 PENALTIES = st.one_of(EIGHTHS, st.sampled_from([-2.0, 2.0]), st.floats(-2, 2, width=32))
@@ -44,6 +45,8 @@ def cases(vocab_size: int) -> Strategy[Case]:
 def _make_case(*, logits, tokens, sampling, told, **others) -> Case:
     prompt, output = tokens
     rules = dict(told.get("rules", {}))
+    if "min_tokens" in rules:
+        rules["min_tokens"] = max(0, len(output) + rules["min_tokens"])
     if "bad_words" in rules:  # those that begin with a number are to begin with the row's tail
         tail = [*prompt, *output]
         rules["bad_words"] = tuple(
@@ -60,7 +63,9 @@ def logits(vocab_size: int) -> Strategy[np.ndarray]:
 
     def make(kind: str, seed: int) -> np.ndarray:
         rng = np.random.default_rng(seed)
-        logits = rng.normal(size=vocab_size) * rng.choice([0.1, 2.0, 15.0])
+        spread = rng.choice([0.1, 2.0, 15.0])
+        logits = rng.normal(size=vocab_size) * spread
+        logits[:FEW] += rng.choice([0.0, 2.0]) * spread
         if kind == "rounded":
             logits = np.round(logits)
         elif kind == "extreme":
@@ -76,16 +81,16 @@ def logits(vocab_size: int) -> Strategy[np.ndarray]:
 
 
 def histories(vocab_size: int) -> Strategy[tuple[list[int], list[int]]]:
-    """Prompts and outputs, mostly of few ids, so that these repeat and rules meet them."""
+    """Prompts and outputs, mostly of few ids; many outputs are shorter than a bad word."""
 
     def make(seed: int, prompt_len: int, output_len: int) -> tuple[list[int], list[int]]:
         rng, size = np.random.default_rng(seed), prompt_len + output_len
-        some, few = rng.integers(0, vocab_size, size), rng.integers(0, 6, size)
+        some, few = rng.integers(0, vocab_size, size), rng.integers(0, FEW, size)
         tokens = np.where(rng.random(size) < 0.8, few, some).tolist()
         return tokens[:prompt_len], tokens[prompt_len:]
 
-    half = st.integers(0, HISTORY // 2)
-    return st.builds(make, SEEDS, half, half)
+    half, short = st.integers(0, HISTORY // 2), st.integers(0, MAX_WORD_LEN - 2)
+    return st.builds(make, SEEDS, half, st.one_of(short, half))
 
 
 def samplings(vocab_size: int) -> Strategy[dict]:
@@ -102,7 +107,8 @@ def samplings(vocab_size: int) -> Strategy[dict]:
 
 
 def rules(vocab_size: int) -> Strategy[dict]:
-    """Any rules; a bad word begins with ids, or with a number: so much of the row's tail."""
+    """Any rules, for a row that is not known yet: bad words may begin with a number, which stands
+    for so many of its last tokens, and min_tokens counts from its output on."""
     ids = _id(vocab_size)
     starts = st.one_of(st.integers(1, MAX_WORD_LEN - 1), _ids(vocab_size, MAX_WORD_LEN - 1))
     biases = st.one_of(EIGHTHS, st.floats(-100, 100))
@@ -115,7 +121,7 @@ def rules(vocab_size: int) -> Strategy[dict]:
             "allowed": _masks(vocab_size),
             "mask_is_raw": st.booleans(),
             "bad_words": st.lists(st.tuples(starts, ids), max_size=MAX_WORDS),
-            "min_tokens": st.integers(0, HISTORY),
+            "min_tokens": st.integers(-1, 2),  # so many more than there are
             "hold_ids": _ids(vocab_size, MAX_HOLD),
             "bias": st.dictionaries(ids, biases, max_size=MAX_BIAS),
             "processors": EIGHTHS.map(lambda size: (functools.partial(shift_in_numpy, size),)),
@@ -124,7 +130,7 @@ def rules(vocab_size: int) -> Strategy[dict]:
 
 
 def _id(vocab_size: int) -> Strategy[int]:
-    return st.one_of(st.integers(0, 5), st.integers(0, vocab_size - 1))
+    return st.one_of(st.integers(0, FEW - 1), st.integers(0, vocab_size - 1))
 
 
 def _ids(vocab_size: int, max_size: int) -> Strategy[tuple[int, ...]]:

@@ -110,6 +110,17 @@ def test_rows_are_as_the_oracle_has_them_in_a_larger_vocabulary(drawn):
     check(drawn, FULL["processed_logprobs"])
 
 
+@given(drawn=batches(ODD))
+@settings(max_examples=15)
+def test_whole_vocabularies_are_told_in_the_order_of_ids(drawn):
+    sampler = Sampler(has_rules=True, num_top=ODD + 1, processors=(SHIFT,))
+    told = run(make_batch(drawn), sampler=sampler).told
+    for i, case in enumerate(drawn):
+        if case.is_sampling and case.want_logprobs:
+            np.testing.assert_array_equal(told.top_ids[i], np.arange(ODD))
+            assert_close(told.top_logprobs[i], oracle.record(case.row, "raw_logprobs").numbers)
+
+
 # --- a row alone and in other batches ---
 
 
