@@ -172,17 +172,18 @@ class SamplerChoice:
 
     def __init__(self, config: EngineConfig, vocab_size: int) -> None:
         widths = [width for width in TOP_WIDTHS if width < vocab_size]
-        self._widths = (0, *widths, vocab_size)
+        self._widths = (*widths, vocab_size)
         self._mode: Any = config.logprobs_mode
         self._processors = tuple(config.logits_processors)
 
     def sampler(self, samples: Sequence[Sample]) -> Sampler:
-        """The plainest that has all that these samples ask for."""
+        """The plain one, or, if any of these samples asks for more, the full one, which costs
+        little where nothing is asked: two programs, as long as few likeliest ids are told."""
         requests = [sample.request for sample in samples]
         num_top = max((request.num_top or 0 for request in requests), default=0)
-        has_rules = any(request.rules is not None for request in requests)
-        processors = self._processors if has_rules else ()
-        return Sampler(has_rules, fit(num_top, self._widths), self._mode, processors)
+        if not num_top and all(request.rules is None for request in requests):
+            return Sampler(logprobs_mode=self._mode)
+        return Sampler(True, fit(num_top, self._widths), self._mode, self._processors)
 
     def num_prompt_top(self, samples: Sequence[Sample]) -> int | None:
         """How many likeliest ids a step tells of prompt tokens; None: it scores none."""

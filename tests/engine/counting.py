@@ -42,6 +42,7 @@ def make_counting_engine(
     *,
     eos_ids: list[int] | None = None,
     max_position: int = MODEL.max_position,
+    tokenizer=None,
     **options,
 ) -> tuple[Engine, Intake]:
     """Engine and intake with block size 4, 6 rows and 64 tokens a request unless told otherwise."""
@@ -57,10 +58,11 @@ def make_counting_engine(
             hash_key=jnp.arange(4, dtype=jnp.uint32),
             num_stop_ids=config.max_stop_ids,
             rule_sizes=rule_sizes(config, VOCAB_SIZE),
+            processors=tuple(config.logits_processors),
         )
 
     engine = Engine(counting_forward, counting_params(), config, make_state, VOCAB_SIZE)
-    return engine, Intake(model, config, num_blocks, None, Defaults(eos_ids or []))
+    return engine, Intake(model, config, num_blocks, tokenizer, Defaults(eos_ids or []))
 
 
 def greedy(max_tokens: int, **fields) -> SamplingParams:
