@@ -120,10 +120,10 @@ def rules(vocab_size: int) -> Strategy[dict]:
             "presence_penalty": PENALTIES,
             "allowed": _masks(vocab_size),
             "mask_is_raw": st.booleans(),
-            "bad_words": st.lists(st.tuples(starts, ids), max_size=MAX_WORDS),
+            "bad_words": st.lists(st.tuples(starts, ids), min_size=1, max_size=MAX_WORDS),
             "min_tokens": st.integers(-1, 2),  # so many more than there are
             "hold_ids": _ids(vocab_size, MAX_HOLD),
-            "bias": st.dictionaries(ids, biases, max_size=MAX_BIAS),
+            "bias": st.dictionaries(ids, biases, min_size=1, max_size=MAX_BIAS),
             "processors": EIGHTHS.map(lambda size: (functools.partial(shift_in_numpy, size),)),
         },
     )
