@@ -224,13 +224,6 @@ class SamplingParams(JudgedFields):
         return self.temperature < GREEDY_TEMPERATURE
 
     @property
-    def reads_prefix_cache(self) -> bool:
-        """Whether cached blocks may take the place of computing the prompt."""
-        if self.skip_reading_prefix_cache is not None:
-            return not self.skip_reading_prefix_cache
-        return self.prompt_logprobs is None
-
-    @property
     def has_rules(self) -> bool:
         """Whether logits are changed or scored beyond temperature and truncation."""
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)

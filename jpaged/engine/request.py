@@ -54,11 +54,6 @@ class Request:
         return len(self.prompt_token_ids) + self.params.min_tokens
 
     @property
-    def reads_cache(self) -> bool:
-        """Whether cached blocks may take the place of computing it."""
-        return self.params.reads_prefix_cache
-
-    @property
     def is_finished(self) -> bool:
         """Whether every sample has ended."""
         return all(sample.finish_reason for sample in self.samples)
@@ -85,6 +80,8 @@ class Sample:
     has_left_a_row: bool = False  # so that the next one resumes it
     text: OutputText | None = None
     matcher: Matcher | None = None
+    num_told: int = 0  # output tokens that the reader of a stream was told of
+    is_end_told: bool = False
     _keys: list[bytes] = dataclasses.field(default_factory=list)
 
     num_rows = 1
@@ -116,6 +113,15 @@ class Sample:
         return request.eos_id >= 0 and len(self.output_ids) >= request.params.min_tokens
 
     @property
+    def has_news(self) -> bool:
+        """Whether the reader of a stream is to be told of it now: at once of its first token and of
+        its end, else every `stream_interval` tokens."""
+        if self.finish_reason is not None and not self.is_end_told:
+            return True
+        interval = self.request.params.stream_interval if self.num_told else None
+        return len(self.output_ids) - self.num_told >= (interval or 1)
+
+    @property
     def next_scored(self) -> int:
         """The first prompt position whose score is wanted and not yet there; the prompt's length
         if there is none."""
@@ -127,9 +133,11 @@ class Sample:
     @property
     def most_cached(self) -> int:
         """Tokens that the prefix cache may give it: what a score is made of must be computed."""
+        if self.request.params.skip_reading_prefix_cache:
+            return 0
         if self.next_scored < len(self.request.prompt_token_ids):
             return self.next_scored - 1
-        return self.num_tokens if self.request.reads_cache else 0
+        return self.num_tokens
 
     def prefix_keys(self, block_size: int) -> list[bytes]:
         """Names of its full blocks; none if it does not read the prefix cache."""
@@ -137,6 +145,14 @@ class Sample:
         if is_short and self.most_cached:
             extend_keys(self._keys, self.token_ids, self.request.root, block_size)
         return self._keys
+
+    def output_tail(self, first: int, num_before: int) -> tuple[list[int], int]:
+        """Its output from token `first` on behind up to `num_before` tokens that precede it, and
+        how many those are. Copies nothing else."""
+        tail = self.output_ids[max(first - num_before, 0) :]
+        if missing := max(num_before - first, 0):
+            tail = self.request.prompt_token_ids[-missing:] + tail
+        return tail, len(tail) - len(self.output_ids) + first
 
     def leave_row(self) -> None:
         """Forgets everything about the row it sat in."""
