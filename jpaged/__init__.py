@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jpaged.config import CacheConfig, EngineConfig, ModelConfig
     from jpaged.core.logits_rules import LogitsProcessor
+    from jpaged.engine.async_engine import AsyncEngine
     from jpaged.engine.llm import LLM
     from jpaged.engine.output import (
         BeamSearchOutput,
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _WHERE = {
+    "AsyncEngine": "jpaged.engine.async_engine",
     "LLM": "jpaged.engine.llm",
     "SamplingParams": "jpaged.sampling_params",
     "BeamSearchParams": "jpaged.sampling_params",
@@ -38,6 +40,7 @@ _WHERE = {
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",

@@ -32,3 +32,11 @@ class RequestTooLongError(RequestError):
 
 class EngineClosedError(JpagedError, RuntimeError):
     """The engine was closed and takes no more requests."""
+
+
+class EngineDeadError(JpagedError, RuntimeError):
+    """An engine's thread ended by an error, which is the `__cause__`; so do all its requests."""
+
+
+class QueueFullError(JpagedError, RuntimeError):
+    """As many requests are waiting as the engine was told to keep."""

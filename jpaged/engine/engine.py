@@ -67,6 +67,7 @@ class Engine:
         self._views = ViewMaker(config, forward.window, self._device.choice)
         self.roster = Roster(config.max_num_seqs)
         self._num_failures = 0
+        self._ended: list[Request] = []  # of which a sample ended, not yet told
         self.meter: UsageMeter | None = None  # set one to have each forward pass weighed
         self.num_blocks = self._device.num_blocks
         self._num_free: int | jax.Array = self.num_blocks - 1
@@ -95,13 +96,13 @@ class Engine:
         self._release_rows()
 
     def step(self) -> list[Request]:
-        """Plans and runs the next dispatches. Returns the requests that finished.
+        """Plans and runs the next dispatches. Returns the requests of which a sample ended.
 
         Raises what the device raised if it fails MAX_FAILURES times with no window between, or
         before any state was given away; the requests then still wait.
         """
         try:
-            finished = self._step()
+            self._step()
         except Exception as error:
             is_state_lost = self._device.is_state_lost
             self.restart()
@@ -112,14 +113,15 @@ class Engine:
                 self._num_failures = 0
                 raise
             logger.warning("a device call failed, its rows are computed again: %s", error)
-            return []
-        return finished
+        ended, self._ended = self._ended, []
+        return ended
 
     def abort_and_restart(self, requests: Iterable[Request]) -> None:
         """Ends requests after an interrupt or error that may have struck anywhere."""
         if self._device.is_closed:
             return
         self.restart()
+        self._ended.clear()
         self.abort(requests)
 
     def restart(self) -> None:
@@ -187,7 +189,7 @@ class Engine:
 
     # --- one step ---
 
-    def _step(self) -> list[Request]:
+    def _step(self) -> None:
         chosen, waiting, lookups = self._plan()
         self._admit(
             [waiting[place] for place in chosen.admitted],
@@ -211,10 +213,9 @@ class Engine:
         for groups, one in zip(beams, searched, strict=True):
             self._record(one, [0] * chosen.num_beam_steps)
             self._take_beams(groups, *one.output)
-        finished = self._retire()
+        self._retire()
         if not self.has_unfinished:
             self._num_failures = 0
-        return finished
 
     def _plan(self) -> tuple[Plan, list[Sample], Lookups]:
         """The next plan, after the preemptions it asked for, and the waiting list it is about."""
@@ -329,14 +330,14 @@ class Engine:
         self._num_free = int(output.num_free_blocks)
         self._num_failures = 0
 
-    def _retire(self) -> list[Request]:
-        """Empties the rows of samples that ended. Returns requests that are complete."""
+    def _retire(self) -> None:
+        """Empties the rows of samples that ended."""
         ended = [sample for sample in self.roster.running if sample.finish_reason]
+        # First, so that a release that fails does not lose them.
+        self._ended.extend(dict.fromkeys(sample.request for sample in ended))
         for sample in ended:
             self.roster.leave(sample)
         self._release_rows()
-        requests = dict.fromkeys(sample.request for sample in ended)
-        return [request for request in requests if request.is_finished]
 
     def _release_rows(self) -> None:
         leaving = self.roster.leaving

@@ -14,7 +14,7 @@ from jpaged.engine.request import Request, cache_root, derived_seed
 from jpaged.engine.rules import RuleMaker, rule_sizes
 from jpaged.engine.structured import Grammar, GrammarCompiler
 from jpaged.errors import RequestError, RequestTooLongError
-from jpaged.sampling_params import BeamSearchParams, SamplingParams
+from jpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -56,6 +56,26 @@ class Intake:
         listed = _list_prompts(prompts)
         params = self._params_for(listed, sampling_params)
         return self._accept_all(self._accept_one, listed, params)
+
+    def take_ordinal(self) -> int:
+        """Numbers a request for `accept_stream`, so that requests which are judged side by side
+        are told apart, and numbered as they came."""
+        self._num_requests += 1
+        return self._num_requests - 1
+
+    def own_params(self, params: SamplingParams | None) -> SamplingParams:
+        """A copy of the parameters, or of the model's defaults. Raises RequestError."""
+        return self._params_for([""], params)[0]
+
+    def accept_stream(
+        self, prompt: Prompt, params: SamplingParams, ordinal: int, request_id: str
+    ) -> Request:
+        """A request whose outputs are told while they grow. Keeps the parameters. Raises
+        RequestError. Several threads may call this at once, each with an ordinal of its own."""
+        is_told = params.output_kind is not RequestOutputKind.FINAL_ONLY
+        request = self._accept_one(prompt, params, ordinal, is_told=is_told)
+        request.request_id = request_id
+        return request
 
     def accept_beams(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
@@ -114,7 +134,9 @@ class Intake:
             )
         return [one.clone() for one in listed]
 
-    def _accept_one(self, prompt: Prompt, params: SamplingParams, ordinal: int) -> Request:
+    def _accept_one(
+        self, prompt: Prompt, params: SamplingParams, ordinal: int, *, is_told: bool = False
+    ) -> Request:
         text, token_ids, salt = self._read_prompt(prompt)
         self._check_tokens(token_ids)
         max_len = self._max_len(len(token_ids), params)
@@ -132,7 +154,7 @@ class Intake:
             root=self._root(salt, len(token_ids)),
             rules=self._rules.make(params, held_ids) if params.has_rules else None,
             grammar=self._grammar(params),
-            make_text=self._make_text(token_ids, params),
+            make_text=self._make_text(token_ids, params, is_told=is_told),
             num_top=self._num_top(params),
             num_prompt_top=self._width("prompt_logprobs", params.prompt_logprobs),
         )
@@ -154,13 +176,15 @@ class Intake:
         return None if spec is None else self._grammars.compile(spec)
 
     def _make_text(
-        self, prompt_token_ids: list[int], params: SamplingParams
+        self, prompt_token_ids: list[int], params: SamplingParams, *, is_told: bool
     ) -> Callable[[], OutputText] | None:
-        """What looks at each output's text while it grows, if there are strings to stop at."""
-        if not params.stop:
-            return None
-        if self._tokenizer is None:
+        """What looks at each output's text while it grows, if there are strings to stop at, or a
+        reader who is told of it meanwhile."""
+        if params.stop and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this engine has none")
+        has_reader = is_told and params.detokenize and self._tokenizer is not None
+        if not (params.stop or has_reader):
+            return None
         return functools.partial(OutputText, self._tokenizer, prompt_token_ids, params)
 
     def _num_top(self, params: SamplingParams) -> int | None:

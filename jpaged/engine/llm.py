@@ -229,6 +229,8 @@ class LLM:
         with bar:
             while self._engine.has_unfinished:
                 for request in self._engine.step():
+                    if not request.is_finished:
+                        continue
                     num_output += sum(len(sample.output_ids) for sample in request.samples)
                     speed = num_output / (time.perf_counter() - started)
                     bar.set_postfix_str(f"output {speed:.1f} tokens/s", refresh=False)
@@ -273,6 +275,16 @@ class LLM:
     def engine(self) -> Engine:
         """The engine below, for those who plan their own steps."""
         return self._engine
+
+    @property
+    def intake(self) -> Intake:
+        """What makes the engine's requests of prompts."""
+        return self._intake
+
+    @property
+    def reporter(self) -> Reporter:
+        """What words the engine's results."""
+        return self._reporter
 
     def close(self) -> None:
         """Frees weights and KV cache. Also at the end of `with LLM(...) as llm`."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import overload
+from typing import Any, overload
 
 
 @dataclasses.dataclass
@@ -38,6 +38,16 @@ class FlatLogprobs(Sequence[Entry | None]):
             self.ranks.append(found.rank)
             self.decoded_tokens.append(found.decoded_token)
         self.end_indices.append(len(self.token_ids))
+
+    def extend(self, others: "FlatLogprobs") -> None:
+        """Adds the positions of another."""
+        offset = len(self.token_ids)
+        self.start_indices.extend(offset + start for start in others.start_indices)
+        self.end_indices.extend(offset + end for end in others.end_indices)
+        self.token_ids += others.token_ids
+        self.logprobs += others.logprobs
+        self.ranks += others.ranks
+        self.decoded_tokens += others.decoded_tokens
 
     def __len__(self) -> int:
         return len(self.start_indices)
@@ -137,3 +147,34 @@ class RequestOutput:
     num_cached_tokens: int | None = None
     prompt_logprobs: PromptLogprobs | None = None
     metrics: None = None
+
+
+def join_outputs(parts: Sequence[RequestOutput]) -> RequestOutput:
+    """What several outputs of a request tell together, each the news after those before it. Shares
+    no list with them that a reader could change. Costs as much as they are long."""
+    samples: dict[int, list[CompletionOutput]] = {}
+    for part in parts:
+        for completion in part.outputs:
+            samples.setdefault(completion.index, []).append(completion)
+    prompts = (part.prompt_logprobs for part in reversed(parts))
+    return dataclasses.replace(
+        parts[-1],
+        outputs=[_join_completions(samples[index]) for index in sorted(samples)],
+        prompt_logprobs=next((one for one in prompts if one is not None), None),
+    )
+
+
+def _join_completions(parts: Sequence[CompletionOutput]) -> CompletionOutput:
+    token_ids: list[int] = []
+    logprobs: Any = None
+    for part in parts:
+        token_ids += part.token_ids
+        if part.logprobs is not None:
+            logprobs = type(part.logprobs)() if logprobs is None else logprobs
+            logprobs.extend(part.logprobs)
+    return dataclasses.replace(
+        parts[-1],
+        text="".join(part.text for part in parts),
+        token_ids=token_ids,
+        logprobs=logprobs,
+    )

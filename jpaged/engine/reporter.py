@@ -17,7 +17,8 @@ from jpaged.engine.output import (
     ScoredTokens,
 )
 from jpaged.engine.request import Request, Sample
-from jpaged.engine.token_scores import TokenTexts, entries
+from jpaged.engine.token_scores import MAX_PIECES, TokenTexts, entries
+from jpaged.sampling_params import RequestOutputKind
 
 
 class Reporter:
@@ -33,33 +34,71 @@ class Reporter:
             request_id=request.request_id,
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
-            outputs=[self._completion_of(request, sample) for sample in request.samples],
+            outputs=[
+                self._completion_of(request, sample, self._text_of(request, sample))
+                for sample in request.samples
+            ],
             finished=request.is_finished,
             num_cached_tokens=request.num_cached_tokens,
             prompt_logprobs=self._prompt_logprobs_of(request),
         )
 
-    def _completion_of(self, request: Request, sample: Sample) -> CompletionOutput:
+    def news_of(self, request: Request) -> RequestOutput | None:
+        """What the reader of a request's stream is to be told now, if anything: with FINAL_ONLY
+        the whole when it is finished, else what is new in the samples that have news. All that it
+        gives, joined, is the whole. Costs as much as the news are long."""
+        if request.params.output_kind is RequestOutputKind.FINAL_ONLY:
+            return self.output_of(request) if request.is_finished else None
+        samples = [sample for sample in request.samples if sample.has_news]
+        if not samples:
+            return None
+        is_first = not any(sample.num_told for sample in request.samples)
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=[self._news_of_sample(request, sample) for sample in samples],
+            finished=request.is_finished,
+            num_cached_tokens=request.num_cached_tokens,
+            prompt_logprobs=self._prompt_logprobs_of(request) if is_first else None,
+        )
+
+    def _news_of_sample(self, request: Request, sample: Sample) -> CompletionOutput:
+        first, is_ended = sample.num_told, sample.finish_reason is not None
+        if is_ended and sample.text is not None:
+            sample.text.end()  # an abort or error has not
+        news = self._completion_of(
+            request, sample, sample.text.take() if sample.text else "", first
+        )
+        sample.num_told, sample.is_end_told = len(sample.output_ids), is_ended
+        return news
+
+    def _completion_of(
+        self, request: Request, sample: Sample, text: str, first: int = 0
+    ) -> CompletionOutput:
+        """A sample's output from token `first` on."""
         has_logprobs = request.num_top is not None
         return CompletionOutput(
             index=sample.index,
-            text=self._text_of(request, sample),
-            token_ids=list(sample.output_ids),
-            cumulative_logprob=sum(sample.scores.logprobs) if has_logprobs else None,
-            logprobs=self._logprobs_of(request, sample) if has_logprobs else None,
+            text=text,
+            token_ids=sample.output_ids[first:],
+            cumulative_logprob=sample.scores.cumulative if has_logprobs else None,
+            logprobs=self._logprobs_of(request, sample, first) if has_logprobs else None,
             finish_reason=sample.finish_reason,
             stop_reason=sample.stop_reason,
         )
 
-    def _logprobs_of(self, request: Request, sample: Sample) -> Logprobs:
+    def _logprobs_of(self, request: Request, sample: Sample, first: int) -> Logprobs:
         params = request.params
+        token_ids, start = sample.output_tail(first, MAX_PIECES)
         found = entries(
             sample.scores,
-            sample.token_ids,
-            len(request.prompt_token_ids),
+            token_ids,
+            start,
             self._texts,
             num_top=request.num_top or 0,
             asked_ids=params.logprob_token_ids or (),
+            first=first,
         )
         listed: Logprobs = FlatLogprobs() if params.flat_logprobs else []
         for entry in found:
@@ -87,6 +126,8 @@ class Reporter:
         if self._tokenizer is None or not params.detokenize:
             return ""
         if sample.text is not None:
+            if sample.finish_reason is not None:
+                sample.text.end()  # an abort or error has not
             return sample.text.text
         if sample.is_ended_by_token and not params.include_stop_str_in_output:
             end -= 1

@@ -24,6 +24,7 @@ class TokenScores:
     top_ids: list[Any] = dataclasses.field(default_factory=list)
     top_logprobs: list[Any] = dataclasses.field(default_factory=list)
     asked_logprobs: list[Any] = dataclasses.field(default_factory=list)
+    cumulative: float = 0.0  # sum of the log-probabilities, in their order
 
     def __len__(self) -> int:
         return len(self.logprobs)
@@ -31,6 +32,7 @@ class TokenScores:
     def add(self, told: Told | PromptScores, at: tuple[int, ...]) -> None:
         """Takes the entry of a step's or window's results (NumPy's) at an index."""
         self.logprobs.append(float(told.logprobs[at]))
+        self.cumulative += self.logprobs[-1]
         self.ranks.append(int(told.ranks[at]))
         # Copies: a view would keep the whole window's results.
         self.top_ids.append(np.array(told.top_ids[at]))
@@ -75,13 +77,15 @@ def entries(
     *,
     num_top: int,
     asked_ids: Sequence[int] = (),
+    first: int = 0,
 ) -> Iterator[Entry]:
-    """vLLM's dicts for the tokens from position `start` of a sequence: the token itself, then the
-    `num_top` likeliest ids, then those asked for, whose ranks are not known."""
-    for place, logprob in enumerate(scores.logprobs):
-        at = start + place
+    """vLLM's dicts for the scored tokens from the `first` on: the token itself, then the `num_top`
+    likeliest ids, then those asked for, whose ranks are not known. `token_ids` are a sequence, or
+    its last ones, whose position `start` has that first token."""
+    for at, place in enumerate(range(first, len(scores)), start):
         before, token_id = token_ids[max(at - MAX_PIECES, 0) : at], token_ids[at]
-        entry = {token_id: Logprob(logprob, scores.ranks[place], texts.of(token_id, before))}
+        logprob, rank = scores.logprobs[place], scores.ranks[place]
+        entry = {token_id: Logprob(logprob, rank, texts.of(token_id, before))}
         top = _sorted_top(scores.top_ids[place], scores.top_logprobs[place], num_top)
         for rank, (other, value) in enumerate(top, start=1):
             if other != token_id:

@@ -10,6 +10,8 @@ from jpaged.engine.capacity import blocks_per_request
 from jpaged.engine.defaults import Defaults
 from jpaged.engine.engine import Engine
 from jpaged.engine.intake import Intake
+from jpaged.engine.llm import LLM
+from jpaged.engine.reporter import Reporter
 from jpaged.engine.rules import rule_sizes
 from jpaged.sampling_params import SamplingParams
 from tests.core.scripted import (
@@ -63,6 +65,17 @@ def make_counting_engine(
 
     engine = Engine(counting_forward, counting_params(), config, make_state, VOCAB_SIZE)
     return engine, Intake(model, config, num_blocks, tokenizer, Defaults(eos_ids or []))
+
+
+class CountingLLM(LLM):
+    """An LLM over the counting model. Takes what `make_counting_engine` takes."""
+
+    def __init__(self, *args, tokenizer=None, **options):
+        self._engine, self._intake = make_counting_engine(*args, tokenizer=tokenizer, **options)
+        self._tokenizer, self._reporter = tokenizer, Reporter(tokenizer)
+
+    def update_params(self, params):
+        self._engine.update_params(params)
 
 
 def greedy(max_tokens: int, **fields) -> SamplingParams:

@@ -11,7 +11,7 @@ from jpaged.engine import compiled
 from jpaged.errors import EngineClosedError
 from jpaged.sampling_params import SamplingParams
 from tests.core.scripted import counting_params
-from tests.engine.counting import greedy, make_counting_engine
+from tests.engine.counting import CountingLLM, greedy
 
 PROMPTS = [[1, 2, 3], [4] * 9, [7, 8, 9, 10, 11]]
 PARAMS = [
@@ -28,11 +28,7 @@ FILES = tuple(
 @pytest.fixture
 def llm() -> LLM:
     """An LLM over the counting model, with a pool too small for all at once."""
-    llm = object.__new__(LLM)
-    llm._engine, llm._intake = make_counting_engine(
-        num_blocks=12, max_num_seqs=4, num_decode_steps=3
-    )
-    return llm
+    return CountingLLM(num_blocks=12, max_num_seqs=4, num_decode_steps=3)
 
 
 def generate(llm: LLM) -> list[list[int]]:
