@@ -136,6 +136,10 @@ class EngineConfig:
         cache = {name: options.pop(name) for name in cache_names & set(options)}
         return cls(**options, cache=CacheConfig(**cache))
 
+    def head_dtype_for(self, dtype: str) -> str:
+        """The LM head's dtype in an engine that runs in `dtype`."""
+        return dtype if self.head_dtype == "auto" else self.head_dtype
+
     def resolved(self, model: ModelConfig, platform: str) -> "EngineConfig":
         """The same with no value left open, checked against the model.
 

@@ -44,10 +44,10 @@ def make_engine(
     # What a GPU has left is known only with the weights in place.
     pool = capacity.fit_pool(config, model, dtype, device) if device.platform == "cpu" else None
     started = time.perf_counter()
+    head_dtype = config.head_dtype_for(dtype)
     if params is None:
         assert isinstance(source, str | Path)
-        params = loading.load_params(source, model, dtype)
-    head_dtype = dtype if config.head_dtype == "auto" else config.head_dtype
+        params = loading.load_params(source, model, dtype, head_dtype=head_dtype)
     serving = prepare_params(params, model, dtype, head_dtype)
     del params
     hash_key = np.frombuffer(secrets.token_bytes(16), np.uint32)
@@ -110,9 +110,7 @@ def _resolve_dtype(source: ModelSource, model: ModelConfig, config: EngineConfig
     return loading.resolve_dtype(config.dtype, model.dtype, is_gguf)
 
 
-def prepare_params(
-    params: Params, model: ModelConfig, dtype: str, head_dtype: str | None = None
-) -> Params:
+def prepare_params(params: Params, model: ModelConfig, dtype: str, head_dtype: str) -> Params:
     """The serving tree of a canonical tree: copies, which the caller's own donations can not hurt.
 
     Raises ConfigError if the tree is not this model's: the names or shapes that differ.
@@ -128,9 +126,7 @@ def prepare_params(
                 f"params{jax.tree_util.keystr(path)} has shape {jnp.shape(got)}, "
                 f"the model needs {want.shape}"
             )
-    return compiled.prepare_params(
-        params, config=model, dtype=dtype, head_dtype=head_dtype or dtype
-    )
+    return compiled.prepare_params(params, config=model, dtype=dtype, head_dtype=head_dtype)
 
 
 def _difference(params: Params, expected: Params) -> str:

@@ -167,9 +167,11 @@ def load_params(
     config: ModelConfig,
     dtype: str,
     *,
+    head_dtype: str | None = None,
     place: Callable[[NumpyArray], Array] = jax.device_put,
 ) -> dict[str, Any]:
-    """Reads the weights, tensor by tensor, as the canonical parameters in `dtype`.
+    """Reads the weights, tensor by tensor, as the canonical parameters in `dtype`; what the LM head
+    multiplies with in `head_dtype`, if that is another.
 
     `place` turns each array into what the tree holds; it decides on devices and sharding. On a CPU
     the default adopts the array, without a copy.
@@ -182,7 +184,9 @@ def load_params(
     shapes = {".".join(str(key.key) for key in key_path): leaf.shape for key_path, leaf in leaves}
     stored = _match_names(open_tensors(path), shapes, tied=config.tied)
     _check(path, stored, shapes)
-    arrays = [place(read_tensor(stored[name], dtype)) for name in shapes]
+    head = "model.embed_tokens.weight" if config.tied else "lm_head.weight"
+    dtypes = dict.fromkeys(shapes, dtype) | {head: head_dtype or dtype}
+    arrays = [place(read_tensor(stored[name], dtypes[name])) for name in shapes]
     return jax.tree.unflatten(treedef, arrays)
 
 
