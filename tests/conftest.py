@@ -33,11 +33,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def drop_programs() -> Iterator[None]:
-    """Programs of one module are of little use to the next, and are gigabytes in the end."""
-    yield
+def programs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compiles a module's programs quickly, or, where it is marked `optimized`, as users have them.
+
+    They are dropped behind it: of little use to the next, and gigabytes in the end.
+    """
     import jax
 
+    is_optimized = request.node.get_closest_marker("optimized") is not None
+    jax.config.update("jax_disable_most_optimizations", not is_optimized)
+    yield
     jax.clear_caches()
 
 

@@ -18,6 +18,8 @@ from jpaged.models.forward import init_params, make_forward
 from jpaged.models.prepare import prepare
 from jpaged.ops.kv_cache import init_layer_kv
 
+pytestmark = pytest.mark.optimized
+
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, VOCAB_SIZE = 2, 2, 16, 64
 NUM_BLOCKS, BLOCK_SIZE, BLOCKS_PER_ROW = 4096, 16, 2
 B, NUM_TOKENS = 2, 16

@@ -14,6 +14,8 @@ from tests.core.sampler_cases import cases
 from tests.core.sampler_rows import SHIFT, Case, make_batch, random_bits, run, take
 from tests.oracles import sampler as oracle
 
+pytestmark = pytest.mark.optimized
+
 NUM_ROWS = 8
 SMALL, ODD, LARGE = 50, 130, 5000  # of the last, the likeliest tiles are but a part
 FULL = {

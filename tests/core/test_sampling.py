@@ -25,6 +25,8 @@ from jpaged.core.sampling import (
 )
 from tests.oracles import sampling as oracle
 
+pytestmark = pytest.mark.optimized
+
 
 def make_rows(params: list[dict], *, seeds: list[int] | None = None) -> SamplingState:
     """One row per dict; what a dict leaves out is off."""

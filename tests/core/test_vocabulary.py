@@ -7,6 +7,8 @@ import pytest
 
 from jpaged.core.vocabulary import top_logprobs
 
+pytestmark = pytest.mark.optimized
+
 _top = jax.jit(top_logprobs, static_argnames="k")
 
 

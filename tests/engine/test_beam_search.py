@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jpaged.core.state import check_invariants
+from jpaged.engine.reporter import Reporter
 from jpaged.errors import RequestTooLongError
 from jpaged.sampling_params import BeamSearchParams
 from tests.core.scripted import next_logits

@@ -14,6 +14,8 @@ from jpaged.errors import ConfigError, EngineClosedError, RequestError
 from jpaged.models.forward import dense_forward, init_params
 from tests.models.test_model_config import LLAMA
 
+pytestmark = pytest.mark.optimized
+
 CONFIG_OPTIONS = {
     "max_model_len": 64,
     "block_size": 8,

@@ -11,6 +11,8 @@ from jpaged.core.state import check_invariants
 from tests.engine.test_llm import tiny_params
 from tests.models.test_model_config import LLAMA
 
+pytestmark = pytest.mark.optimized
+
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "deterministic": True,

@@ -16,6 +16,8 @@ from jpaged.models.forward import init_params, make_forward
 from jpaged.models.prepare import param_bytes, prepare
 from tests.engine.test_capacity import FakeGPU
 
+pytestmark = pytest.mark.optimized
+
 MODEL = ModelConfig.from_hf(
     {
         "architectures": ["LlamaForCausalLM"],

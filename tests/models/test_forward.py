@@ -17,6 +17,8 @@ from tests.models import hf_models
 from tests.models.hf_models import CASES
 from tests.models.paged import empty_cache, run_paged
 
+pytestmark = pytest.mark.optimized
+
 PROMPT_LENS = (19, 6)
 
 

@@ -10,6 +10,8 @@ from jax import lax
 
 from jpaged.ops.invariant import multiply_by_row, sum_last
 
+pytestmark = pytest.mark.optimized
+
 ALL_ROWS = 512
 COUNTS = [1, 2, 3, 5, 8, 17, 32, 33, 34, 64, 200]
 

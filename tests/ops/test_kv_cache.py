@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from jpaged.ops.kv_cache import copy_blocks, init_layer_kv, layer_kv_bytes, read_blocks, write_kv
 
+pytestmark = pytest.mark.optimized
+
 N, S, K, C = 7, 4, 2, 8
 write, read, copy = jax.jit(write_kv), jax.jit(read_blocks), jax.jit(copy_blocks)
 dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -7,6 +7,8 @@ import pytest
 
 from jpaged.ops.linear import linear, linear_by_row
 
+pytestmark = pytest.mark.optimized
+
 
 @pytest.mark.parametrize("multiply", [linear, linear_by_row])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

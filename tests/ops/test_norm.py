@@ -7,6 +7,8 @@ import pytest
 
 from jpaged.ops.norm import offset_rms_norm, rms_norm
 
+pytestmark = pytest.mark.optimized
+
 EPS = 1e-3
 
 

@@ -15,6 +15,8 @@ from jpaged.ops.kv_cache import init_layer_kv, write_kv
 from jpaged.ops.paged_attention import paged_attention
 from tests.oracles import attention as oracle
 
+pytestmark = pytest.mark.optimized
+
 attend = jax.jit(
     paged_attention,
     static_argnames=("num_decode_rows", "scale", "window", "soft_cap", "deterministic"),
