@@ -10,24 +10,38 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jpaged.core import functional as core
 from jpaged.core import state as core_state
+from jpaged.core.admissions import Sampling, make_admissions
 from jpaged.core.batch import Forward
 from jpaged.core.beam import beam_window
 from jpaged.core.beam_rules import Beams, Hypotheses, init_beams
 from jpaged.core.functional import (
     STATUS_NOT_SEATED,
     Generation,
-    Sampling,
     blocks_per_prompt,
-    make_admissions,
     new_weights,
     step_inputs,
 )
+from jpaged.core.logits_rules import (
+    LogitsProcessor,
+    LogitsRules,
+    RuleSizes,
+    make_rules,
+    set_rules,
+)
 from jpaged.core.rows import Admissions, admit, fork, release
-from jpaged.core.sampling import RUNNING, STOP_EOS, STOP_LENGTH, STOP_TOKEN, seed_key
+from jpaged.core.sampling import (
+    RUNNING,
+    STOP_EOS,
+    STOP_LENGTH,
+    STOP_TOKEN,
+    Sampler,
+    seed_key,
+)
 from jpaged.core.state import EngineState, check_invariants
 from jpaged.core.step import (
     STATUS_BAD_NUMBERS,
     STATUS_NO_BLOCKS,
+    STATUS_NO_CHOICE,
     STATUS_OK,
     STOP_ERROR,
     StepInputs,
@@ -48,6 +62,7 @@ __all__ = [
     "STATUS_BAD_NUMBERS",
     "STATUS_NOT_SEATED",
     "STATUS_NO_BLOCKS",
+    "STATUS_NO_CHOICE",
     "STATUS_OK",
     "STOP_EOS",
     "STOP_ERROR",
@@ -59,7 +74,11 @@ __all__ = [
     "Forward",
     "Generation",
     "Hypotheses",
+    "LogitsProcessor",
+    "LogitsRules",
     "ModelConfig",
+    "RuleSizes",
+    "Sampler",
     "Sampling",
     "StepInputs",
     "StepOutput",
@@ -77,11 +96,13 @@ __all__ = [
     "init_state",
     "make_admissions",
     "make_forward",
+    "make_rules",
     "new_weights",
     "prepare",
     "release",
     "request_root",
     "seed_key",
+    "set_rules",
     "step",
     "step_inputs",
 ]
@@ -97,6 +118,8 @@ def init_state(
     block_size: int = 16,
     num_blocks: int | None = None,
     num_stop_ids: int = 16,
+    rule_sizes: RuleSizes | None = None,
+    processors: tuple[LogitsProcessor, ...] = (),
 ) -> EngineState:
     """An empty engine for a model.
 
@@ -104,6 +127,8 @@ def init_state(
     key: of `jax.random`; makes the prefix cache's hashes unpredictable.
     dtype: of the KV cache; the config's if None.
     num_blocks: the null block included; None: enough for all rows at full length.
+    rule_sizes: the room for rules that change logits (`make_rules`); None: for none.
+    processors: logits processors that rules may name.
 
     Raises ConfigError if a size is not positive or the model has fewer positions.
     """
@@ -128,6 +153,8 @@ def init_state(
         max_blocks_per_row=M,
         hash_key=jax.random.bits(key, (4,), jnp.uint32),
         num_stop_ids=num_stop_ids,
+        rule_sizes=rule_sizes,
+        processors=processors,
     )
 
 
@@ -141,6 +168,8 @@ def generate(
     max_new_tokens: int,
     sampling: Sampling = Sampling(),  # noqa: B008 - immutable
     n: int = 1,
+    rules: LogitsRules | None = None,
+    processors: tuple[LogitsProcessor, ...] = (),
     state: EngineState | None = None,
     is_prepared: bool = False,
     dtype: DTypeLike | None = None,
@@ -157,6 +186,8 @@ def generate(
         what `prepare` made of it.
     prompts: i32[A P] ids in the vocabulary, padded on the right. prompt_lens: i32[A], 1 to P.
     keys: A keys of `jax.random`, or u32[A 2] of `seed_key`s: the same as `SamplingParams(seed=)`.
+    rules: penalties, masks, bias and the like, see `make_rules`; None changes no logits.
+    processors: the logits processors that `rules` were made with.
     state: None makes one for this call alone, of `num_blocks` blocks of `block_size`. If given, it
         is used as it is, prefix cache included: call `new_weights` on it when `params` change.
     dtype: of weights, KV and activations; None takes the dtype that `params` have.
@@ -182,6 +213,8 @@ def generate(
             dtype=run_dtype,
             block_size=block_size,
             num_blocks=num_blocks,
+            rule_sizes=None if rules is None else rules.sizes,
+            processors=processors,
         )
     return core.generate(
         params,
@@ -193,6 +226,8 @@ def generate(
         max_new_tokens=max_new_tokens,
         sampling=sampling,
         n=n,
+        rules=rules,
+        processors=processors,
         request_root=request_root(config, prompt_lens),
         num_prefill_tokens=num_prefill_tokens,
         num_decode_steps=num_decode_steps,

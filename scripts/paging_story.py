@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpaged.core.admissions import Sampling, make_admissions
 from jpaged.core.batch import Batch, Forward, KVCache
-from jpaged.core.functional import Sampling, make_admissions, step_inputs
+from jpaged.core.functional import step_inputs
 from jpaged.core.rows import admit, release, reserve
 from jpaged.core.sampling import seed_key
 from jpaged.core.state import NULL_ROW, EngineState, check_invariants, init_state

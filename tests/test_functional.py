@@ -83,7 +83,7 @@ def run(
     return _run(params, state, prompt_lens, KEYS, as_arrays(sampling))
 
 
-def llm_outputs(sampling: F.Sampling, n: int) -> list:
+def llm_outputs(sampling: F.Sampling, n: int, **fields) -> list:
     options = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -91,7 +91,13 @@ def llm_outputs(sampling: F.Sampling, n: int) -> list:
     }
     params = [
         SamplingParams(
-            n=n, seed=seed, max_tokens=NUM_NEW, stop_token_ids=[40, 91], logprobs=0, **options
+            n=n,
+            seed=seed,
+            max_tokens=NUM_NEW,
+            stop_token_ids=[40, 91],
+            logprobs=0,
+            **options,
+            **fields,
         )
         for seed in SEEDS
     ]
@@ -125,6 +131,49 @@ def test_generate_equals_llm(sampling: F.Sampling, n: int):
         is_length = int(result.finish_reason[row]) == F.STOP_LENGTH
         assert want.finish_reason == ("length" if is_length else "stop")
     assert not result.status.any()
+
+
+SIZES = F.RuleSizes(CONFIG.vocab_size, num_biases=4, num_bad_words=2, bad_word_len=2)
+PENALTIES = {"repetition_penalty": 1.7, "frequency_penalty": 0.4, "presence_penalty": -0.3}
+
+
+def test_rules_are_those_of_llm():
+    allowed, bias = list(range(3, 90, 2)), {5: 2.0, 61: -3.0}
+    is_allowed = jnp.zeros((3, CONFIG.vocab_size), bool).at[:, jnp.array(allowed)].set(True)
+    rules = F.make_rules(
+        3,
+        SIZES,
+        is_allowed=is_allowed,
+        bias_ids=jnp.array([*bias, -1, -1]),
+        bias=jnp.array([*bias.values(), 0.0, 0.0]),
+        **PENALTIES,
+    )
+    arrays = as_arrays(RANDOM)
+    result = jax.jit(ft.partial(generate, rules=rules))(make_params(), None, sampling=arrays)
+    wanted = llm_outputs(
+        RANDOM, NUM_SAMPLES, allowed_token_ids=allowed, logit_bias=bias, **PENALTIES
+    )
+    for row, want in enumerate(wanted):
+        length = int(result.lengths[row])
+        assert result.token_ids[row, :length].tolist() == want.token_ids
+    assert not result.status.any()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": 1.0}, "'temperature' is no field of LogitsRules"),
+        ({"presence_penalty": jnp.zeros(2)}, "Incompatible"),
+    ],
+)
+def test_wrong_rules_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        F.make_rules(3, SIZES, **fields)
+
+
+def test_a_state_without_room_for_rules_says_so():
+    with pytest.raises(ValueError, match="make it with rule_sizes"):
+        jax.eval_shape(lambda: generate(make_params(), make_state(), rules=F.make_rules(3, SIZES)))
 
 
 def test_greedy_samples_are_equal_and_random_ones_differ():

@@ -6,19 +6,19 @@ call finds this one's full blocks in the prefix cache. What can be judged from s
 the caller's program is traced; what only the device knows comes back as `status`.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
-from jax.typing import ArrayLike
 
+from jpaged.core.admissions import Sampling, make_admissions
 from jpaged.core.batch import Forward
-from jpaged.core.rows import Admissions, admit, release
-from jpaged.core.sampling import SamplingState
+from jpaged.core.logits_rules import LogitsProcessor, LogitsRules, set_rules
+from jpaged.core.rows import admit, release
+from jpaged.core.sampling import PLAIN, Sampler
 from jpaged.core.state import NULL_ROW, EngineState, Rows
 from jpaged.core.step import StepInputs, StepOutput, decode_window, step
 from jpaged.typing import Array, Bool, Float, Int, Params, UInt32
@@ -26,20 +26,6 @@ from jpaged.typing import Array, Bool, Float, Int, Params, UInt32
 STATUS_NOT_SEATED = 3  # no empty rows were left, or the prompt's length is not from 1 to P
 
 _NO_LIMIT = jnp.iinfo(jnp.int32).max
-
-
-class Sampling(NamedTuple):
-    """How to sample and when to stop: scalars for all prompts, or arrays with an entry for each.
-
-    The meanings are those of `jpaged.SamplingParams`; a temperature of 0 is greedy.
-    """
-
-    temperature: ArrayLike = 1.0
-    top_p: ArrayLike = 1.0
-    top_k: ArrayLike = 0
-    min_p: ArrayLike = 0.0
-    eos_id: ArrayLike = -1  # -1: none
-    stop_ids: ArrayLike | Sequence[int] = ()  # further ids that end an output, [X] or [A X]
 
 
 @struct.dataclass
@@ -68,98 +54,6 @@ def step_inputs(row_ids: Int[Array, " B"]) -> StepInputs:
     """Inputs of a `step` that runs all the tokens its budget allows, and forks nothing."""
     own = jnp.arange(row_ids.shape[0], dtype=jnp.int32)
     return StepInputs(row_ids, jnp.full_like(own, _NO_LIMIT), own, jnp.zeros_like(own))
-
-
-def make_admissions(
-    state: EngineState,
-    row_ids: Int[Array, " A"],
-    prompts: Int[Array, "A P"],
-    prompt_lens: Int[Array, " A"],
-    keys: Array,
-    *,
-    max_new_tokens: int,
-    sampling: Sampling = Sampling(),  # noqa: B008 - immutable
-    request_root: UInt32[Array, "A 4"] | None = None,
-) -> Admissions:
-    """Prompts, padded on the right, as sequences to seat in `row_ids` by `admit`.
-
-    keys: u32[A 2] (`seed_key` of a 64-bit seed) or A threefry keys of `jax.random`, one a prompt.
-    request_root: what KV depends on besides the tokens, such as a salt; zeros if None.
-
-    Raises ValueError if the shapes do not fit each other or the state, of which only the sizes are
-    read.
-    """
-    A, P = prompts.shape
-    room, num_stop_ids = state.rows.token_ids.shape[1], state.sampling.stop_ids.shape[1]
-    if max_new_tokens < 1 or P + max_new_tokens > room:
-        raise ValueError(
-            f"prompts of up to {P} tokens plus max_new_tokens={max_new_tokens} (at least 1) exceed "
-            f"the {room} positions of a row; make the state with a larger max_model_len"
-        )
-    fields: dict[str, Any] = {
-        name: _per_prompt(name, getattr(sampling, name), A, field.dtype)
-        for name, field in vars(state.sampling).items()
-        if name in ("temperature", "top_p", "top_k", "min_p", "eos_id")
-    }
-    return Admissions(
-        row_ids=row_ids,
-        token_ids=prompts,
-        num_tokens=prompt_lens,
-        prompt_len=prompt_lens,
-        request_root=jnp.zeros((A, 4), jnp.uint32) if request_root is None else request_root,
-        sample_index=jnp.zeros(A, jnp.int32),
-        adapter_id=jnp.zeros(A, jnp.int32),
-        most_cached=prompt_lens,
-        sampling=SamplingState(
-            key=_key_words(keys, A),
-            stop_ids=_stop_ids(sampling.stop_ids, A, num_stop_ids),
-            min_len=jnp.zeros(A, jnp.int32),
-            max_len=prompt_lens + max_new_tokens,
-            want_logprobs=jnp.ones(A, bool),
-            **fields,
-        ),
-    )
-
-
-def _per_prompt(name: str, value: ArrayLike, num_prompts: int, dtype: jnp.dtype) -> Array:
-    array = jnp.asarray(value, dtype)
-    if array.shape not in ((), (num_prompts,)):
-        raise ValueError(
-            f"{name} has shape {array.shape}; give a scalar, or one value for each of "
-            f"{num_prompts} prompts"
-        )
-    return jnp.broadcast_to(array, (num_prompts,))
-
-
-def _stop_ids(
-    stop_ids: ArrayLike | Sequence[int], num_prompts: int, width: int
-) -> Int[Array, "A X"]:
-    ids = jnp.asarray(stop_ids, jnp.int32)
-    if ids.ndim not in (1, 2) or ids.shape[:-1] not in ((), (num_prompts,)):
-        raise ValueError(
-            f"stop_ids has shape {ids.shape}; give a list of ids, or one for each of "
-            f"{num_prompts} prompts"
-        )
-    if ids.shape[-1] > width:
-        raise ValueError(
-            f"{ids.shape[-1]} stop_ids exceed the {width} a row has room for; make the state with "
-            "a larger num_stop_ids"
-        )
-    ids = jnp.pad(
-        ids, (*((0, 0),) * (ids.ndim - 1), (0, width - ids.shape[-1])), constant_values=-1
-    )
-    return jnp.broadcast_to(ids, (num_prompts, width))
-
-
-def _key_words(keys: Array, num_prompts: int) -> UInt32[Array, "A 2"]:
-    is_typed = jnp.issubdtype(keys.dtype, jax.dtypes.prng_key)
-    words = jax.random.key_data(keys) if is_typed else keys
-    if words.shape != (num_prompts, 2) or words.dtype != jnp.uint32:
-        raise ValueError(
-            f"keys must be {num_prompts} threefry keys or u32[{num_prompts}, 2], one a prompt; got "
-            f"{keys.dtype}{list(keys.shape)}"
-        )
-    return words
 
 
 def blocks_per_prompt(prompt_len: int, max_new_tokens: int, n: int, block_size: int) -> int:
@@ -216,6 +110,8 @@ def generate(
     sampling: Sampling = Sampling(),  # noqa: B008 - immutable
     n: int = 1,
     request_root: UInt32[Array, "A 4"] | None = None,
+    rules: LogitsRules | None = None,
+    processors: tuple[LogitsProcessor, ...] = (),
     num_prefill_tokens: int = 1024,
     num_decode_steps: int = 8,
     pad_id: int = 0,
@@ -224,6 +120,7 @@ def generate(
 
     prompts: token ids in the vocabulary, padded on the right; prompt_lens: from 1 to P.
     keys, request_root: as in `make_admissions`; sample i of a prompt draws as `jpaged.LLM`'s does.
+    rules: what changes each prompt's logits, see `make_rules`. processors: those of `rules`.
     num_prefill_tokens: most prompt tokens in one forward pass. num_decode_steps: decode steps
         between two looks at whether any row still runs. Neither changes a token.
 
@@ -244,15 +141,37 @@ def generate(
         request_root=request_root,
     )
     state, num_cached = admit(state, admissions, window=forward.window)
+    sampler = PLAIN
+    if rules is not None:
+        state = _set_rules(state, row_ids[::n], rules)
+        sampler = Sampler(has_rules=True, processors=processors)
     # One row alone would multiply vectors, which a CPU does slowly.
     row_ids = jnp.pad(row_ids, (0, max(0, 2 - row_ids.shape[0])))
     num_tokens = min(num_prefill_tokens, prompts.size)
-    state, record = _read_prompts(params, state, row_ids, max_new_tokens, n, forward, num_tokens)
+    runs = _Runs(params, row_ids, forward, sampler)
+    state, record = _read_prompts(runs, state, max_new_tokens, n, num_tokens)
     if max_new_tokens > 1:
         num_steps = min(num_decode_steps, max_new_tokens - 1)
-        state, record = _decode(params, state, record, row_ids, forward, num_steps)
+        state, record = _decode(runs, state, record, num_steps)
     width = prompts.shape[1] + max_new_tokens
     return _collect(state, record, row_ids, num_cached, n=n, width=width, pad_id=pad_id)
+
+
+class _Runs(NamedTuple):
+    """What all steps of a call have in common."""
+
+    params: Params
+    row_ids: Int[Array, " B"]
+    forward: Forward
+    sampler: Sampler
+
+
+def _set_rules(state: EngineState, row_ids: Int[Array, " A"], rules: LogitsRules) -> EngineState:
+    room = state.sampling.rules
+    if room is None:
+        raise ValueError("this state has no room for rules; make it with rule_sizes")
+    new = set_rules(room, row_ids, rules)
+    return replace(state, sampling=replace(state.sampling, rules=new))
 
 
 def _find_seats(
@@ -268,16 +187,10 @@ def _find_seats(
 
 
 def _read_prompts(
-    params: Params,
-    state: EngineState,
-    row_ids: Int[Array, " B"],
-    max_new_tokens: int,
-    n: int,
-    forward: Forward,
-    num_tokens: int,
+    runs: _Runs, state: EngineState, max_new_tokens: int, n: int, num_tokens: int
 ) -> tuple[EngineState, _Record]:
     """Runs prompts in chunks; a row that has read its prompt is forked and draws first tokens."""
-    B = row_ids.shape[0]
+    row_ids, B = runs.row_ids, runs.row_ids.shape[0]
     place = jnp.arange(B, dtype=jnp.int32)
     nothing = jnp.zeros(B, jnp.int32)
 
@@ -290,7 +203,13 @@ def _read_prompts(
         limits = jnp.where(is_reading(state.rows), num_tokens, 0)
         inputs = StepInputs(row_ids, limits, parent=place // n * n, sample_index=place % n)
         state, output = step(
-            params, state, inputs, forward=forward, num_tokens=num_tokens, num_decode_rows=0
+            runs.params,
+            state,
+            inputs,
+            forward=runs.forward,
+            num_tokens=num_tokens,
+            num_decode_rows=0,
+            sampler=runs.sampler,
         )
         told = jax.tree.map(lambda x: x[None], output)
         return state, _add(record, nothing, told), jnp.any(output.granted > 0)
@@ -305,14 +224,10 @@ def _read_prompts(
 
 
 def _decode(
-    params: Params,
-    state: EngineState,
-    record: _Record,
-    row_ids: Int[Array, " B"],
-    forward: Forward,
-    num_steps: int,
+    runs: _Runs, state: EngineState, record: _Record, num_steps: int
 ) -> tuple[EngineState, _Record]:
     """Runs windows until every row has ended, or none can get on."""
+    row_ids = runs.row_ids
 
     def is_ready(rows: Rows) -> Bool[Array, " B"]:
         return (rows.active & (rows.num_tokens - rows.context_len == 1))[row_ids]
@@ -320,7 +235,14 @@ def _decode(
     def one_window(carry: _Carry) -> _Carry:
         state, record, _ = carry
         num_before = (state.rows.num_tokens - state.rows.prompt_len)[row_ids]
-        state, output = decode_window(params, state, row_ids, forward=forward, num_steps=num_steps)
+        state, output = decode_window(
+            runs.params,
+            state,
+            row_ids,
+            forward=runs.forward,
+            num_steps=num_steps,
+            sampler=runs.sampler,
+        )
         return state, _add(record, num_before, output), jnp.any(output.granted > 0)
 
     state, record, _ = lax.while_loop(

@@ -7,7 +7,7 @@ preemption and resumption have nothing to keep in step.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.typing import ArrayLike
 
 from jpaged.typing import Array, Bool, Float, Int, UInt32
 
@@ -73,6 +74,18 @@ class LogitsRules:
     logprob_ids: Int[Array, "R Q"]  # log-probabilities to be told
     processors: dict[str, Any]  # parameters, by the processor's name
 
+    @property
+    def sizes(self) -> RuleSizes:
+        """The room there is, from the shapes; the vocabulary up to a multiple of 32."""
+        return RuleSizes(
+            vocab_size=self.token_mask.shape[1] * 32,
+            num_stop_ids=self.hold_ids.shape[1] - 1,
+            num_biases=self.bias_ids.shape[1],
+            num_bad_words=self.bad_words.shape[1],
+            bad_word_len=self.bad_words.shape[2],
+            num_logprob_ids=self.logprob_ids.shape[1],
+        )
+
 
 def init_rules(
     num_rows: int, sizes: RuleSizes, processors: tuple[LogitsProcessor, ...] = ()
@@ -102,6 +115,41 @@ def init_rules(
         logprob_ids=full((sizes.num_logprob_ids,), -1, jnp.int32),
         processors={p.name: jax.tree.map(stacked, p.default) for p in processors},
     )
+
+
+def make_rules(
+    num_prompts: int,
+    sizes: RuleSizes,
+    *,
+    processors: tuple[LogitsProcessor, ...] = (),
+    processor_params: Mapping[str, Any] | None = None,
+    is_allowed: Bool[Array, "A V"] | None = None,
+    **fields: ArrayLike,
+) -> LogitsRules:
+    """Rules for A prompts, for `jpaged.functional.generate`.
+
+    sizes, processors: those that the state was made with. processor_params: by name, with a leading
+    A. is_allowed: the ids that each may draw. fields: of `LogitsRules`, such as repetition_penalty;
+    a value for all prompts, or one each.
+
+    Raises ValueError for a name that is no field, or a shape that does not fit.
+    """
+    rules = init_rules(num_prompts, sizes, processors)
+    known = vars(rules)
+    if unknown := sorted(set(fields) - set(known)):
+        raise ValueError(f"{unknown[0]!r} is no field of LogitsRules; there are {sorted(known)}")
+    changes: dict[str, Any] = {
+        name: jnp.broadcast_to(jnp.asarray(value, known[name].dtype), known[name].shape)
+        for name, value in fields.items()
+    }
+    if is_allowed is not None:
+        padding = rules.token_mask.shape[1] * 32 - is_allowed.shape[1]
+        bits = jnp.pad(is_allowed, ((0, 0), (0, padding))).reshape(num_prompts, -1, 32)
+        weights = jnp.uint32(1) << jnp.arange(32, dtype=jnp.uint32)
+        mask = jnp.sum(jnp.where(bits, weights[None, None], 0), axis=2, dtype=jnp.uint32)
+        changes |= {"token_mask": mask, "has_mask": jnp.ones(num_prompts, bool)}
+    params = {**rules.processors, **(processor_params or {})}
+    return replace(rules, is_on=jnp.ones(num_prompts, bool), processors=params, **changes)
 
 
 def set_rules(rules: LogitsRules, row_ids: Int[Array, " A"], new: LogitsRules) -> LogitsRules:

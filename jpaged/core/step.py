@@ -44,7 +44,7 @@ class StepOutput:
     prompt: PromptScores | None = None  # of the step's tokens, if asked for
 
     @property
-    def logprobs(self) -> Float[Array, " B"]:
+    def logprobs(self) -> Float[Array, "*J B"]:
         """Log-probabilities of the sampled tokens, where asked for."""
         return self.told.logprobs
 

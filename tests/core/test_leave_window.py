@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jpaged.core.admissions import Sampling
 from jpaged.core.beam import beam_window
 from jpaged.core.beam_rules import VLLM
 from jpaged.core.block_pool import num_free
-from jpaged.core.functional import Sampling, generate
+from jpaged.core.functional import generate
 from jpaged.core.rows import admit, fork, leave_window, match_admissions, release
 from jpaged.core.state import EngineState, check_invariants
 from jpaged.core.step import STATUS_NO_BLOCKS, STATUS_OK, StepInputs, decode_window, step
