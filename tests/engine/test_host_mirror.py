@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from jpaged.core import sampling
+from jpaged.core.logits_rules import History
 from jpaged.core.state import check_invariants
 from jpaged.engine.beam_group import BeamGroup
 from jpaged.engine.dispatch import _pack_sampling
@@ -41,7 +42,10 @@ POOLS = {
 }
 MOST_STEPS = 2000
 
-_sample = jax.jit(lambda *args: sampling.sample(*args, is_sampling=jnp.ones(8, bool)).tokens)
+
+@jax.jit
+def _sample(rows, index, history, logits):
+    return sampling.sample(rows, index, history, logits, is_sampling=jnp.ones(8, bool)).tokens
 
 
 def next_token(sample, tokens: list[int], shift: int) -> int:
@@ -50,7 +54,8 @@ def next_token(sample, tokens: list[int], shift: int) -> int:
     logits = np.zeros((8, 50), np.float32)
     logits[0] = next_logits(tokens, shift)
     index, position = (np.full(8, x, np.int32) for x in (sample.index, len(tokens)))
-    return int(_sample(rows, index, position, logits)[0])
+    history = History(position[:, None], position, position)
+    return int(_sample(rows, index, history, logits)[0])
 
 
 def _rows_in_use(sample) -> list[int]:
@@ -216,7 +221,7 @@ class EngineLife(RuleBasedStateMachine):
         # The last to write into a shared block does not copy it.
         must_copy = tail != 0 and tail in [_tail(rows, other) for other in later]
         assert (tail != 0 and ref_count[tail] > 1) or not must_copy
-        assert self.engine._view(sample).is_tail_shared == must_copy
+        assert self.engine._views.running(sample).is_tail_shared == must_copy
 
     def _check_tokens(self, sample) -> None:
         """Each token that is new since the last look, with the weights there are now."""
