@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import random
+import re
 import threading
 
 import pytest
@@ -346,3 +347,27 @@ def test_one_thread_calls_the_engine_and_sleeps_when_there_is_nothing_to_do(monk
     run(main())
     assert callers == {"jpaged-engine"}
     assert set(calls) == set(names)
+
+
+def test_grammars_are_made_side_by_side_while_others_run():
+    """Matchers of one grammar are forked in several threads while the engine's follows others."""
+    forms = [{"regex": "[a-c]{4,8}"}, {"choice": ["aQx", "bug"]}, {"regex": "[a-z]+1"}]
+
+    async def main():
+        llm = CountingLLM(tokenizer=letter_tokenizer(), eos_ids=[1])
+        async with AsyncEngine(llm) as engine:
+            several = [
+                SamplingParams(seed=seed, max_tokens=9, structured_outputs=forms[seed % 3])
+                for seed in range(24)
+            ]
+            free = asyncio.create_task(tokens_of(engine, PROMPT, greedy(40, ignore_eos=True)))
+            got = await asyncio.gather(*(outputs_of(engine, PROMPT, one) for one in several))
+            assert await free == expected(PROMPT, 40)
+        return [whole(*one).outputs[0] for one in zip(got, several, strict=True)]
+
+    for seed, output in enumerate(run(main())):
+        pattern = forms[seed % 3].get("regex", "aQx|bug")
+        if output.finish_reason == "stop":
+            assert re.fullmatch(pattern, output.text)
+        else:
+            assert re.fullmatch("[a-z]{9}", output.text)
