@@ -60,7 +60,7 @@ def score_prompts(
     padding = -T % SCORE_TOKENS
     tiles = jax.tree.map(lambda x: _tiles(x, padding), (hidden, tokens, wants))
     scores = lax.map(score, tiles)
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:T], scores)
+    return jax.tree.map(lambda x: x.reshape(T + padding, *x.shape[2:])[:T], scores)
 
 
 def _tiles(x: Array, padding: int) -> Array:
