@@ -10,7 +10,7 @@ from jpaged.engine.beam_group import BeamGroup
 from jpaged.engine.dispatch import PrefillRow
 from jpaged.engine.request import FinishReason, Sample
 from jpaged.engine.structured import Matcher
-from jpaged.output_constraints import RepetitionDetectionParams
+from jpaged.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -140,8 +140,7 @@ def _look_at(sample: Sample, token_id: int) -> None:
     is_stopped = sample.is_ended_by_token
     if sample.matcher is not None and not is_stopped:
         _follow(sample, sample.matcher, token_id)
-    detection = sample.request.params.repetition_detection
-    if not sample.finish_reason and detection and _is_repeating(sample.output_ids, detection):
+    if not sample.finish_reason and _is_repeating(sample.output_ids, sample.request.params):
         sample.finish("repetition")
     text = sample.text
     if text is None:
@@ -167,8 +166,11 @@ def _follow(sample: Sample, matcher: Matcher, token_id: int) -> None:
         sample.finish("error")
 
 
-def _is_repeating(tokens: Sequence[int], detection: RepetitionDetectionParams) -> bool:
-    """Whether the tokens end in a pattern of one of the sizes, `min_count` times in a row."""
+def _is_repeating(tokens: Sequence[int], params: SamplingParams) -> bool:
+    """Whether the output ends in a pattern of one of the sizes, `min_count` times in a row."""
+    detection = params.repetition_detection
+    if detection is None or len(tokens) < params.min_tokens:
+        return False
     count = detection.min_count
     for size in range(max(detection.min_pattern_size, 1), detection.max_pattern_size + 1):
         if size * count > len(tokens):

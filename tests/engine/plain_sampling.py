@@ -112,7 +112,9 @@ def _ends(found: Plain, token: int, params: SamplingParams, most: int, tokenizer
             reason, by_token, found.stop_reason = "stop", True, token
     if reason is None and number >= most:
         reason = "length"
-    if reason is None and _repeats(found.token_ids, params.repetition_detection):
+    is_long_enough = number >= params.min_tokens
+    repeats = is_long_enough and _repeats(found.token_ids, params.repetition_detection)
+    if reason is None and repeats:
         reason = "repetition"
     text_ids = found.token_ids[: number - by_token]
     found.text = tokenizer.decode(text_ids, skip_special_tokens=True)

@@ -190,6 +190,8 @@ class TestEnds:
         assert one.finish_reason == "repetition"
         assert one.token_ids == ENDLESS[: len(one.token_ids)]
         assert one.token_ids[-3:] == one.token_ids[-6:-3]
+        asked = {"min_tokens": len(one.token_ids) + 1, "repetition_detection": detection}
+        assert len(tokens(ask(ignore_eos=True, **asked))) > len(one.token_ids)
 
 
 class TestTold:
