@@ -106,7 +106,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     _add(group, "--seed", int, "seeds all draws")
     _add(group, "--num-decode-steps", int, "tokens made on the device between two plans")
     _add(group, "--deterministic", None, "the same bits in any batch", action="store_true")
-    _add(group, "--implementation", str, "of attention: auto or xla")
+    _add(group, "--implementation", str, "of attention: auto, xla, or native (a CPU)")
     _add(group, "--compilation-cache-dir", str, "for compiled programs; '' keeps none")
 
 

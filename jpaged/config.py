@@ -13,7 +13,7 @@ from jpaged.model_config import LayerConfig, ModelConfig
 
 __all__ = ["CacheConfig", "EngineConfig", "LayerConfig", "ModelConfig"]
 
-Implementation = Literal["auto", "xla"]
+Implementation = Literal["auto", "xla", "native"]
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 
 # Rows and tokens of a step by default. A CPU is busy with 64 rows; a GPU is not.
@@ -70,7 +70,8 @@ class EngineConfig:
         latency; it never changes results.
     seed: seeds requests that bring no seed of their own, by their ordinal.
     deterministic: the same bits for a request in any batch, at some cost.
-    implementation: of attention; auto takes the fastest for the device.
+    implementation: of attention. native: in C++, compiled at first use, on a CPU alone; auto is
+        native on a CPU where that can be had, else xla.
     max_logprobs: most log-probabilities per token that a request may ask for; -1: no limit.
     logprobs_mode: what is told of an id: its log-probability or logit, raw from the model, or after
         all that a request does to it.
@@ -120,7 +121,7 @@ class EngineConfig:
         _check_choice("head_dtype", self.head_dtype, ("auto", "float32"))
         object.__setattr__(self, "logits_processors", _processors(self.logits_processors))
         _check_range("seed", self.seed, -(2**63), 2**64 - 1)
-        _check_choice("implementation", self.implementation, ("auto", "xla"))
+        _check_choice("implementation", self.implementation, ("auto", "xla", "native"))
 
     @classmethod
     def from_options(cls, **options: Any) -> "EngineConfig":
@@ -143,10 +144,12 @@ class EngineConfig:
     def resolved(self, model: ModelConfig, platform: str) -> "EngineConfig":
         """The same with no value left open, checked against the model.
 
-        A max_model_len of "auto" stays: the size of the pool decides (`engine.capacity.fit_pool`).
+        Two may stay "auto": max_model_len, as the size of the pool decides
+        (`engine.capacity.fit_pool`), and on a CPU implementation, as the machine's compiler does
+        (`engine.implementation.resolve`).
 
-        Raises ConfigError if max_model_len exceeds what the model can tell positions apart for, or
-        the token budget is smaller than the number of rows.
+        Raises ConfigError if max_model_len exceeds what the model can tell positions apart for, the
+        token budget is smaller than the number of rows, or the implementation is for a CPU alone.
         """
         max_model_len = self.max_model_len or model.max_position
         if max_model_len != "auto" and max_model_len > model.max_position:
@@ -156,6 +159,8 @@ class EngineConfig:
             )
         device = "cpu" if platform == "cpu" else "gpu"
         num_seqs = self.max_num_seqs or _DEFAULT_NUM_SEQS[device]
+        if self.implementation == "native" and device != "cpu":
+            raise ConfigError('implementation="native" is for a CPU alone; choose auto or xla')
         batched = self.max_num_batched_tokens or max(_DEFAULT_BATCHED_TOKENS[device], num_seqs)
         if batched < num_seqs:
             raise ConfigError(
@@ -167,7 +172,7 @@ class EngineConfig:
             max_model_len=max_model_len,
             max_num_seqs=num_seqs,
             max_num_batched_tokens=batched,
-            implementation="xla",
+            implementation=self.implementation if device == "cpu" else "xla",
         )
 
 

@@ -40,3 +40,7 @@ class EngineDeadError(JpagedError, RuntimeError):
 
 class QueueFullError(JpagedError, RuntimeError):
     """As many requests are waiting as the engine was told to keep."""
+
+
+class NativeUnavailableError(JpagedError, RuntimeError):
+    """The C++ kernels can not be had, and why. The XLA forms do the same without them."""

@@ -136,6 +136,12 @@ def keep_programs(folder: str | None) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
+def native_folder(folder: str | None) -> Path | None:
+    """Where compiled native kernels are kept: with the programs, after `keep_programs(folder)`."""
+    programs = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    return None if folder == "" or not programs else Path(programs) / "native"
+
+
 def memory_fraction() -> float:
     """The share of a GPU's memory that JAX's allocator takes: JAX's default unless told."""
     names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")

@@ -136,6 +136,8 @@ class Engine:
         self._device.check_open()
         for sample in self.roster.running[::-1]:
             self.roster.preempt(sample)
+        for sample in self.roster.waiting:
+            sample.forget_weights()
         self._release_rows()
         self._device.update_params(params)
 
@@ -166,6 +168,7 @@ class Engine:
             num_waiting=len(self.roster.waiting),
             cache=self._cache_usage(jax.device_get(self._device.usage())),
             stats=dataclasses.replace(self.stats),
+            implementation=self.config.implementation,
         )
 
     def _cache_usage(self, usage: Usage) -> CacheUsage:

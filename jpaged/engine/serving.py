@@ -14,7 +14,7 @@ import numpy as np
 from jpaged import loading
 from jpaged.config import EngineConfig, ModelConfig
 from jpaged.core.state import EngineState
-from jpaged.engine import capacity, compiled
+from jpaged.engine import capacity, compiled, implementation
 from jpaged.engine.engine import Engine
 from jpaged.engine.program_memory import program_bytes
 from jpaged.engine.rules import rule_sizes
@@ -39,7 +39,7 @@ def make_engine(
     """
     model = resolve_model(source)
     device = jax.devices()[0]
-    config = config.resolved(model, device.platform)
+    config = implementation.resolve(config.resolved(model, device.platform))
     dtype = _resolve_dtype(source, model, config)
     # What a GPU has left is known only with the weights in place.
     pool = capacity.fit_pool(config, model, dtype, device) if device.platform == "cpu" else None
@@ -51,7 +51,9 @@ def make_engine(
     serving = prepare_params(params, model, dtype, head_dtype)
     del params
     hash_key = np.frombuffer(secrets.token_bytes(16), np.uint32)
-    forward = make_forward(model, deterministic=config.deterministic)
+    forward = make_forward(
+        model, deterministic=config.deterministic, implementation=config.implementation
+    )
 
     def measure(config: EngineConfig, num_blocks: int) -> int | None:
         sizes = _state_sizes(config, model, dtype, num_blocks)
@@ -69,11 +71,12 @@ def make_engine(
 
     engine = Engine(forward, serving, config, make_state, model.vocab_size)
     logger.info(
-        "Model loading took %.2f s; weights are %d bytes in %s on %s",
+        "Model loading took %.2f s; weights are %d bytes in %s on %s, attention is %s",
         time.perf_counter() - started,
         param_bytes(serving),
         dtype,
         device.device_kind,
+        config.implementation,
     )
     _log_capacity(num_blocks, config, model)
     return engine, model, dtype

@@ -38,12 +38,16 @@ class CacheUsage:
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """The engine at a moment: who runs, how the pool is used, and the counts so far."""
+    """The engine at a moment: who runs, how the pool is used, and the counts so far.
+
+    implementation: of attention, the one that runs.
+    """
 
     num_running: int
     num_waiting: int
     cache: CacheUsage
     stats: EngineStats
+    implementation: str
 
 
 class UsageMeter:

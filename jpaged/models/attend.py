@@ -35,10 +35,12 @@ class AttendFn(Protocol):
         ...
 
 
-def paged_attend(batch: Batch, *, deterministic: bool) -> AttendFn:
+def paged_attend(
+    batch: Batch, *, deterministic: bool = False, implementation: str = "xla"
+) -> AttendFn:
     """Attention over the pages of a step's rows: writes the step's tokens, then reads.
 
-    deterministic: as in `paged_attention`.
+    deterministic, implementation: as in `paged_attention`.
     """
 
     def attend(
@@ -64,6 +66,7 @@ def paged_attend(batch: Batch, *, deterministic: bool) -> AttendFn:
             window=window,
             soft_cap=soft_cap,
             deterministic=deterministic,
+            implementation=implementation,
         )
         return out, kv
 

@@ -33,15 +33,18 @@ def bind(
 
 
 @ft.lru_cache(maxsize=16)
-def make_forward(config: ModelConfig, *, deterministic: bool = False) -> Forward:
+def make_forward(
+    config: ModelConfig, *, deterministic: bool = False, implementation: str = "xla"
+) -> Forward:
     """The engine's `Forward` over the serving tree. Equal arguments give the same object.
 
     deterministic: a token's hidden state and logits have the same bits in any batch.
+    implementation: of attention, as in `paged_attention`.
     """
 
     def hidden(params: Params, batch: Batch, kv: KVCache) -> tuple[Float[Array, "T D"], KVCache]:
         model = bind(config, params, fused=True, row_invariant=deterministic)
-        attend = paged_attend(batch, deterministic=deterministic)
+        attend = paged_attend(batch, deterministic=deterministic, implementation=implementation)
         lengths = jnp.maximum(batch.prompt_lens[batch.token_rows], batch.positions + 1)
         out, new_kv = model.model(batch.token_ids, batch.positions, lengths, kv, attend)
         return out, cast(KVCache, new_kv)

@@ -1,7 +1,8 @@
 """Attention of a step's queries over paged keys and values.
 
-Owns the contract `paged_attention` and its XLA form. Knows nothing of batches, rows' requests or
-models; how pages are stored is `kv_cache`'s business.
+Owns the contract `paged_attention`, its XLA form and the choice between that and the one in C++
+(`jpaged.native`). Knows nothing of batches, rows' requests or models; how pages are stored is
+`kv_cache`'s business.
 
 Two paths, split by the static `num_decode_rows`. Decoding rows go together, one query each; the
 other rows are cut into tiles of queries that each belong to one row. Both reduce over the context
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jpaged.native import attention as native
 from jpaged.ops.invariant import sum_last
 from jpaged.ops.kv_cache import LayerKV, read_blocks
 from jpaged.typing import Array, Bool, Float, Int
@@ -70,6 +72,7 @@ def paged_attention(
     soft_cap: float | None,
     sinks: Float[Array, " H"] | None = None,
     deterministic: bool = False,
+    implementation: str = "xla",
 ) -> Float[Array, "T H C"]:
     """Causal attention of T packed queries over the pages of their rows, in q's dtype.
 
@@ -83,7 +86,24 @@ def paged_attention(
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)`.
         sinks: a logit per head that takes part in the softmax and has no value.
         deterministic: a query's result has the same bits in any batch, decoded or prefilled.
+        implementation: "xla", or "native" on a CPU, once `jpaged.native.attention.load` has been
+            called; native results always have the same bits in any batch.
     """
+    if implementation == "native":
+        return native.attend(
+            q,
+            kv.k,
+            kv.v,
+            kv_dtype=kv.dtype,
+            block_table=block_table,
+            context_lens=context_lens,
+            query_start_loc=query_start_loc,
+            num_decode_rows=num_decode_rows,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+        )
     group = q.shape[1] // kv.k.shape[2]
     fixed_rows = -(-group // ROW_QUANTUM) * ROW_QUANTUM if deterministic else None
     rule = _Rule(scale, window, soft_cap, sinks, fixed_rows)

@@ -1,0 +1,30 @@
+"""Which implementation of attention an engine runs: decided once, when it starts, and logged."""
+
+import dataclasses
+import logging
+
+from jpaged.config import EngineConfig
+from jpaged.engine import compiled
+from jpaged.errors import ConfigError, NativeUnavailableError
+from jpaged.native import attention
+
+logger = logging.getLogger(__name__)
+
+
+def resolve(config: EngineConfig) -> EngineConfig:
+    """The same with an implementation that runs here: the native kernels are loaded, or not meant.
+
+    Raises ConfigError, with the reason, if "native" is asked for and can not be had.
+    """
+    if config.implementation == "xla":
+        return config
+    try:
+        attention.load(compiled.native_folder(config.compilation_cache_dir))
+    except NativeUnavailableError as reason:
+        if config.implementation == "native":
+            raise ConfigError(
+                f'implementation="native" can not be had: {reason}; choose auto or xla'
+            ) from reason
+        logger.warning("Attention runs as XLA programs, for want of native kernels: %s", reason)
+        return dataclasses.replace(config, implementation="xla")
+    return dataclasses.replace(config, implementation="native")
