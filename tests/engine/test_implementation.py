@@ -1,14 +1,9 @@
 """Which implementation of attention an engine runs, and that none changes what it says."""
 
-import logging
-
-import jax
 import pytest
 
-from jpaged import LLM, SamplingParams
-from jpaged.config import EngineConfig, ModelConfig
-from jpaged.errors import ConfigError, NativeUnavailableError
-from jpaged.native import attention as native
+from jpaged import LLM
+from jpaged.config import ModelConfig
 from tests.engine.test_llm import GREEDY, PROMPTS, tiny_params, tokens_of
 from tests.models.test_model_config import LLAMA
 

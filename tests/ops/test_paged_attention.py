@@ -1,4 +1,7 @@
-"""Paged attention against the dense oracle: lengths, block sizes, windows, caps, sinks, NaN."""
+"""Paged attention against the dense oracle: lengths, block sizes, windows, caps, sinks, NaN.
+
+The cases are the same for every form: XLA's, XLA's in deterministic mode, and the native one.
+"""
 
 import functools as ft
 from types import SimpleNamespace
@@ -13,18 +16,27 @@ from hypothesis import strategies as st
 import jpaged.ops.paged_attention as paged
 from jpaged.ops.kv_cache import init_layer_kv, write_kv
 from jpaged.ops.paged_attention import paged_attention
+from tests.native.kernels import load_or_skip
 from tests.oracles import attention as oracle
 
 pytestmark = pytest.mark.optimized
 
 attend = jax.jit(
     paged_attention,
-    static_argnames=("num_decode_rows", "scale", "window", "soft_cap", "deterministic"),
+    static_argnames=(
+        "num_decode_rows",
+        "scale",
+        "window",
+        "soft_cap",
+        "deterministic",
+        "implementation",
+    ),
 )
 TOLERANCE = {
     "float32": {"rtol": 2e-5, "atol": 2e-5},
     # Queries, keys, values and weights are rounded to 8 bits, the result once more.
     "bfloat16": {"rtol": 2e-2, "atol": 2e-2},
+    "float16": {"rtol": 2e-3, "atol": 2e-3},
 }
 
 
@@ -79,9 +91,9 @@ def make_case(
     return case, pools
 
 
-def check(case, pools, *, deterministic=False, dtype="float32", **rule):
+def check(case, pools, *, form, dtype="float32", **rule):
     rule = {"scale": 0.2, "window": None, "soft_cap": None, "sinks": None} | rule
-    got = attend(**case, **rule, deterministic=deterministic)
+    got = attend(**case, **rule, **form)
     assert got.dtype == case["q"].dtype
     expected = oracle.paged_attention(
         np.asarray(case["q"], np.float64),
@@ -107,36 +119,41 @@ EDGES = [
     (257, 3),
 ]
 edge_case = ft.partial(make_case, rows=EDGES, num_decode_rows=5, num_tokens=80)
-deterministic_or_not = pytest.mark.parametrize("deterministic", [False, True])
+FORMS = {
+    "xla": {},
+    "deterministic": {"deterministic": True},
+    "native": {"implementation": "native"},
+}
 
 
-@deterministic_or_not
+@pytest.fixture(params=FORMS, scope="module")
+def form(request):
+    if request.param == "native":
+        load_or_skip()
+    return FORMS[request.param]
+
+
 @pytest.mark.parametrize("block_size", [1, 4, 16, 24, 32, 128])
-def test_any_block_size(block_size, deterministic):
+def test_any_block_size(block_size, form):
     table_width = -(-300 // block_size)
-    check(
-        *edge_case(0, block_size=block_size, table_width=table_width), deterministic=deterministic
-    )
+    check(*edge_case(0, block_size=block_size, table_width=table_width), form=form)
 
 
-@deterministic_or_not
 @pytest.mark.parametrize("num_decode_rows", [0, 10])
-def test_all_rows_on_one_path(num_decode_rows, deterministic):
+def test_all_rows_on_one_path(num_decode_rows, form):
     rows = [(c, 1) for c in (1, 2, 15, 16, 17, 0, 128, 129, 250, 256)]
     case = make_case(
         1, rows, num_decode_rows=num_decode_rows, num_tokens=16, block_size=16, table_width=16
     )
-    check(*case, deterministic=deterministic)
+    check(*case, form=form)
 
 
-@deterministic_or_not
 @pytest.mark.parametrize("heads", [(1, 1, 24), (16, 1, 64), (9, 3, 64), (4, 4, 80), (4, 2, 256)])
-def test_any_group_and_head_dim(heads, deterministic):
+def test_any_group_and_head_dim(heads, form):
     case = edge_case(2, block_size=16, table_width=20, heads=heads)
-    check(*case, scale=heads[2] ** -0.5, deterministic=deterministic)
+    check(*case, scale=heads[2] ** -0.5, form=form)
 
 
-@deterministic_or_not
 @pytest.mark.parametrize(
     "rule",
     [
@@ -148,20 +165,20 @@ def test_any_group_and_head_dim(heads, deterministic):
         {"window": 130, "soft_cap": 3.0, "sinks": True},
     ],
 )
-def test_windows_caps_and_sinks(rule, deterministic):
+def test_windows_caps_and_sinks(rule, form):
     if "sinks" in rule:
         rule = rule | {"sinks": jnp.linspace(-3.0, 3.0, 6)}
-    check(*edge_case(3, block_size=16, table_width=20), **rule, deterministic=deterministic)
+    check(*edge_case(3, block_size=16, table_width=20), **rule, form=form)
 
 
-@deterministic_or_not
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("window", [None, 70])
-def test_bfloat16(window, deterministic):
-    case = edge_case(4, block_size=16, table_width=20, dtype="bfloat16")
-    check(*case, dtype="bfloat16", window=window, deterministic=deterministic)
+def test_half_precision(window, dtype, form):
+    case = edge_case(4, block_size=16, table_width=20, dtype=dtype)
+    check(*case, dtype=dtype, window=window, form=form)
 
 
-def test_blocks_that_left_the_window_may_hold_nan():
+def test_blocks_that_left_the_window_may_hold_nan(form):
     case, (k_pool, v_pool) = make_case(
         5, [(300, 1), (290, 20)], num_decode_rows=1, num_tokens=24, block_size=4, table_width=75
     )
@@ -171,16 +188,17 @@ def test_blocks_that_left_the_window_may_hold_nan():
     assert not np.isnan(k_pool[np.concatenate(left)]).any()
     case = case | {"block_table": jnp.asarray(table)}
     # Positions below 280 (a decode at 299) and 250 (a first query at 270) are out of sight.
-    check(case, (k_pool, np.nan_to_num(v_pool)), window=20)
+    check(case, (k_pool, np.nan_to_num(v_pool)), window=20, form=form)
 
 
-@deterministic_or_not
-def test_tiles_that_left_every_window_are_not_read_and_no_bit_misses_them(
-    deterministic, monkeypatch
-):
-    rows = [(700, 1), (0, 1), (600, 1), (900, 20)]
-    case, _ = make_case(7, rows, num_decode_rows=3, num_tokens=24, block_size=16, table_width=60)
-    rule = {"scale": 0.2, "soft_cap": None, "deterministic": deterministic}
+LONG = [(700, 1), (0, 1), (600, 1), (900, 20)]
+long_case = ft.partial(
+    make_case, 7, LONG, num_decode_rows=3, num_tokens=24, block_size=16, table_width=60
+)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_tiles_that_left_every_window_are_not_read(deterministic, monkeypatch):
     read, read_tile = [], paged._read_tile
 
     def recorded(t, *args):
@@ -192,19 +210,30 @@ def test_tiles_that_left_every_window_are_not_read_and_no_bit_misses_them(
             carry = body(jnp.int32(t), carry)
         return carry
 
-    with monkeypatch.context() as patch:
-        patch.setattr(paged, "_read_tile", recorded)
-        patch.setattr(paged, "lax", SimpleNamespace(**vars(jax.lax) | {"fori_loop": plain_loop}))
-        paged_attention(**case, window=100, **rule)
-        # Decoding: positions 500 to 699, of all rows together. The prompt's: 781 to 899.
-        assert read == [3, 4, 5, 6, 7]
+    monkeypatch.setattr(paged, "_read_tile", recorded)
+    monkeypatch.setattr(paged, "lax", SimpleNamespace(**vars(jax.lax) | {"fori_loop": plain_loop}))
+    rule = {"scale": 0.2, "window": 100, "soft_cap": None}
+    paged_attention(**long_case()[0], **rule, deterministic=deterministic)
+    # Decoding: positions 500 to 699, of all rows together. The prompt's: 781 to 899.
+    assert read == [3, 4, 5, 6, 7]
 
+
+def test_no_bit_misses_the_blocks_that_left_the_window(form):
+    case, _ = long_case()
     table = np.asarray(case["block_table"]).copy()
     for row, first in enumerate([600, 0, 500, 781]):
         table[row, : first // 16] = 0
     gone = case | {"block_table": jnp.asarray(table)}
-    kept, left = (np.asarray(attend(**c, window=100, **rule)) for c in (case, gone))
+    rule = {"scale": 0.2, "window": 100, "soft_cap": None}
+    kept, left = (np.asarray(attend(**c, **rule, **form)) for c in (case, gone))
     np.testing.assert_array_equal(kept, left)
+
+
+def test_contexts_of_many_segments(form):
+    rows = [(1500, 1), (40, 1), (1025, 1), (1300, 70), (0, 0)]
+    case = make_case(8, rows, num_decode_rows=3, num_tokens=80, block_size=16, table_width=94)
+    for window in (None, 600):
+        check(*case, window=window, soft_cap=8.0, sinks=jnp.linspace(-1.0, 1.0, 6), form=form)
 
 
 @settings(max_examples=40)
@@ -216,11 +245,10 @@ def test_tiles_that_left_every_window_are_not_read_and_no_bit_misses_them(
     ).filter(lambda rows: sum(n for _, n in rows) <= 124),
     window=st.sampled_from([None, 33]),
 )
-@deterministic_or_not
-def test_any_mix_of_rows(deterministic, seed, decode, prefill, window):
+def test_any_mix_of_rows(form, seed, decode, prefill, window):
     rows = [(c, 1) for c in decode] + [(past + n, n) for past, n in prefill]
     case = make_case(seed, rows, num_decode_rows=4, num_tokens=128, block_size=16, table_width=19)
-    check(*case, window=window, deterministic=deterministic)
+    check(*case, window=window, form=form)
 
 
 class Pool:
@@ -258,7 +286,7 @@ class Pool:
             context_lens=jnp.asarray(context_lens),
             query_start_loc=jnp.asarray(np.concatenate([[0], np.cumsum(num_new)]), jnp.int32),
             num_decode_rows=num_decode_rows,
-            **{"scale": 0.3, "window": None, "soft_cap": None, "deterministic": True} | rule,
+            **{"scale": 0.3, "window": None, "soft_cap": None} | rule,
         )
         out = np.asarray(out)
         return {place: out[i].tobytes() for place, i in places.items()}
@@ -310,7 +338,11 @@ PLAIN, WINDOW, CAP = {}, {"window": 50}, {"soft_cap": 4.0, "sinks": True}
         ("bfloat16", (8, 1, 80), PLAIN),
     ],
 )
-def test_deterministic_bits_depend_on_the_query_alone(dtype, heads, rule):
+@pytest.mark.parametrize("name", ["deterministic", "native"])
+def test_deterministic_bits_depend_on_the_query_alone(name, dtype, heads, rule):
+    if name == "native":
+        load_or_skip()
+    rule = rule | FORMS[name]
     pool = Pool(dtype, heads, 16, LENS)
     if "sinks" in rule:
         rule = rule | {"sinks": jnp.linspace(-1.0, 2.0, heads[0])}
@@ -326,10 +358,6 @@ def test_deterministic_bits_depend_on_the_query_alone(dtype, heads, rule):
 def test_without_the_mode_bits_depend_on_the_company():
     """The control: the test above can fail."""
     pool = Pool("float32", (2, 2, 24), 16, LENS)
-    alone = pool.run(
-        [(0, 299, 300)], num_decode_rows=2, num_rows=2, num_tokens=2, deterministic=False
-    )
-    whole = pool.run(
-        [(0, 0, 300)], num_decode_rows=0, num_rows=1, num_tokens=300, deterministic=False
-    )
+    alone = pool.run([(0, 299, 300)], num_decode_rows=2, num_rows=2, num_tokens=2)
+    whole = pool.run([(0, 0, 300)], num_decode_rows=0, num_rows=1, num_tokens=300)
     assert alone[0, 299] != whole[0, 299]
