@@ -165,9 +165,10 @@ class Intake:
         own, eos_ids = dict.fromkeys(params.stop_token_ids or ()), dict.fromkeys(self._eos_ids)
         stop_ids = own if params.ignore_eos else own | dict.fromkeys(self._eos_ids[1:])
         limit = self._config.max_stop_ids
-        if len(own | dict.fromkeys(self._eos_ids[1:])) > limit:
+        if (number := len(own | dict.fromkeys(self._eos_ids[1:]))) > limit:
             raise RequestError(
-                f"{len(stop_ids)} stop ids exceed max_stop_ids={limit}; start the engine with more"
+                f"{number} stop ids, the model's own ends counted, exceed max_stop_ids={limit}; "
+                "start the engine with more"
             )
         return tuple(stop_ids), tuple(eos_ids | own)
 
@@ -201,7 +202,7 @@ class Intake:
                 f"{name}={number} exceeds max_logprobs={limit}; start the engine with more, -1 for "
                 "the whole vocabulary"
             )
-        return width
+        return None if width is None else min(width, vocab_size)
 
     def _accept_beam(self, prompt: Prompt, params: BeamSearchParams, ordinal: int) -> Request:
         width, max_num_seqs = params.beam_width, self._config.max_num_seqs or 0
@@ -252,7 +253,7 @@ class Intake:
                 f"max_model_len={self._max_model_len}; shorten them, or start the engine with a "
                 "larger max_model_len"
             )
-        self._check_pool(len(token_ids), length)
+        self._check_pool(len(token_ids), length, is_scoring=True)
         return Request(
             request_id=str(ordinal),
             prompt=text,
@@ -322,17 +323,19 @@ class Intake:
         self._check_pool(prompt_len, max_len)
         return max_len
 
-    def _check_pool(self, prompt_len: int, max_len: int) -> None:
+    def _check_pool(self, prompt_len: int, max_len: int, *, is_scoring: bool = False) -> None:
         # The last token's KV is never needed.
         needed = min(-(-(max_len - 1) // self._config.cache.block_size), self._most_held)
         if needed > self._num_blocks - 1:
             pool_tokens = (self._num_blocks - 1) * self._config.cache.block_size
             room = pool_tokens + 1 - prompt_len
             way = f"lower max_tokens to at most {room}" if room > 0 else "shorten the prompt"
+            number = max_len - prompt_len
+            what = f"{number} to score" if is_scoring else f"up to {number} of output"
             raise RequestTooLongError(
-                f"{prompt_len} prompt tokens and up to {max_len - prompt_len} of output need more "
-                f"than the {pool_tokens} tokens of the block pool; {way}, or start the "
-                "engine with a larger pool"
+                f"{prompt_len} prompt tokens and {what} need more "
+                f"than the {pool_tokens} tokens of the block pool; "
+                f"{'shorten them' if is_scoring else way}, or start the engine with a larger pool"
             )
 
 

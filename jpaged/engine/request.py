@@ -10,6 +10,8 @@ import struct
 from collections.abc import Callable
 from typing import Any, Literal
 
+import numpy as np
+
 from jpaged.core.logits_rules import LogitsRules
 from jpaged.engine.output_text import OutputText
 from jpaged.engine.prefix_keys import extend_keys
@@ -108,9 +110,13 @@ class Sample:
 
     @property
     def can_end_itself(self) -> bool:
-        """Whether it may draw an end of sequence next."""
-        request = self.request
-        return request.eos_id >= 0 and len(self.output_ids) >= request.params.min_tokens
+        """Whether it may draw an end of sequence next, where its grammar allows nothing else."""
+        request, matcher = self.request, self.matcher
+        if request.eos_id < 0 or len(self.output_ids) < request.params.min_tokens:
+            return False
+        if matcher is None or request.rules is None:
+            return True
+        return bool(np.any(matcher.mask() & request.rules.token_mask))
 
     @property
     def has_news(self) -> bool:
@@ -158,6 +164,11 @@ class Sample:
         """Forgets everything about the row it sat in."""
         self.row_ids, self.context_len, self.num_blocks = [], 0, 0
         self.is_tail_shared, self.has_left_a_row = False, True
+
+    def forget_weights(self) -> None:
+        """Drops the prompt's scores unless all are there: the others will be of new weights."""
+        if self.next_scored < len(self.request.prompt_token_ids):
+            self.prompt_scores = TokenScores()
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends the sample."""

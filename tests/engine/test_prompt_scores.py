@@ -8,21 +8,27 @@ from jpaged.engine.reporter import Reporter
 from jpaged.errors import RequestError, RequestTooLongError
 from jpaged.sampling_params import SamplingParams
 from tests.core.scripted import VOCAB_SIZE, next_logits
-from tests.engine.counting import expected, greedy, make_counting_engine, run
+from tests.engine.counting import (
+    counting_params,
+    expected,
+    greedy,
+    make_counting_engine,
+    run,
+)
 from tests.oracles.sampler import log_softmax
 
 PROMPTS = [[(i * 7 + j * j) % 50 for j in range(n)] for i, n in enumerate((1, 3, 9, 17, 4, 30, 12))]
 
 
-def scores_after(tokens: list[int]) -> np.ndarray:
-    return log_softmax(next_logits(tokens).astype(np.float32).astype(np.float64))
+def scores_after(tokens: list[int], shift: int = 0) -> np.ndarray:
+    return log_softmax(next_logits(tokens, shift).astype(np.float32).astype(np.float64))
 
 
-def check_prompt(entries, prompt: list[int], k: int) -> None:
+def check_prompt(entries, prompt: list[int], k: int, shift: int = 0) -> None:
     assert entries[0] is None
     assert len(entries) == len(prompt)
     for place in range(1, len(prompt)):
-        want, entry = scores_after(prompt[:place]), entries[place]
+        want, entry = scores_after(prompt[:place], shift), entries[place]
         told = entry[prompt[place]]
         assert told.rank == 1 + int((want > want[prompt[place]]).sum())
         for token, one in entry.items():
@@ -59,6 +65,33 @@ def test_prompt_logprobs_are_those_of_the_model(options, k):
     if options.get("num_blocks") == 17:
         assert engine.stats.num_preemptions > 0
     check_invariants(engine._device.state)
+    assert engine.num_free_blocks == engine.num_blocks - 1
+
+
+@pytest.mark.parametrize("num_blocks", [64, 17])
+def test_no_prompt_is_scored_by_old_weights_and_new(num_blocks):
+    engine, intake = make_counting_engine(num_blocks, max_num_batched_tokens=7)
+    requests = [
+        *intake.accept([PROMPTS[5]] * 2, greedy(3, prompt_logprobs=2)),
+        *intake.accept_scores([PROMPTS[3]] * 3, [[9] * 20] * 3),
+    ]
+    for request in requests:
+        engine.add(request)
+    for shift in range(1, 4):
+        for _ in range(3):
+            engine.step()
+        was_there = [r.samples[0].next_scored == len(r.prompt_token_ids) for r in requests]
+        assert not all(was_there)
+        engine.update_params(counting_params(shift))
+    run(engine, [])
+    for request, is_old in zip(requests, was_there, strict=True):
+        entries = Reporter(None).output_of(request).prompt_logprobs
+        if not is_old and not request.is_scoring:
+            check_prompt(entries, request.prompt_token_ids, 2, shift)
+        elif not is_old:
+            tokens, begin = request.prompt_token_ids, request.score_from
+            want = [scores_after(tokens[:i], shift)[tokens[i]] for i in range(begin, len(tokens))]
+            assert Reporter(None).scores_of(request).logprobs == pytest.approx(want, abs=1e-5)
     assert engine.num_free_blocks == engine.num_blocks - 1
 
 
@@ -139,6 +172,22 @@ def test_too_long_to_score():
     _, intake = make_counting_engine()
     with pytest.raises(RequestTooLongError, match="60 prompt tokens and 5 to score exceed"):
         intake.accept_scores([[1] * 60], [[2] * 5])
+
+
+def test_too_long_to_score_for_the_pool():
+    _, intake = make_counting_engine(num_blocks=5)
+    with pytest.raises(RequestTooLongError, match=r"9 to score need more .*shorten them"):
+        intake.accept_scores([[1] * 9], [[2] * 9])
+
+
+@pytest.mark.parametrize("asked", [50, 51, 60])
+def test_more_than_the_vocabulary_is_the_vocabulary(asked):
+    engine, intake = make_counting_engine(max_logprobs=60)
+    requests = intake.accept([PROMPTS[1]], greedy(2, logprobs=asked, prompt_logprobs=asked))
+    run(engine, requests)
+    output = Reporter(None).output_of(requests[0])
+    check_prompt(output.prompt_logprobs, PROMPTS[1], VOCAB_SIZE)
+    assert [len(entry) for entry in output.outputs[0].logprobs] == [VOCAB_SIZE] * 2
 
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
