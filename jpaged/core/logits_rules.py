@@ -17,6 +17,7 @@ from flax import struct
 from jax import lax
 from jax.typing import ArrayLike
 
+from jpaged.errors import ConfigError
 from jpaged.typing import Array, Bool, Float, Int, UInt32
 
 CHUNK = 128  # columns of the rows' tokens that are counted together
@@ -36,13 +37,22 @@ class LogitsProcessor:
 
     name: what requests call it by. apply: (logits f32[B V], History, params) -> f32[B V], pure, a
     row's result a function of that row alone. default: the parameters of a row that does not ask
-    for it, a pytree of arrays (or numbers) that leave logits as they are; requests give others of
-    the same shapes. Rows find their parameters stacked, with a leading B.
+    for it, a pytree of arrays (or numbers), not empty, that leave logits as they are; requests give
+    others of the same shapes. Rows find their parameters stacked, with a leading B.
+
+    Raises ConfigError if the default is empty: rows that do not ask could not be told apart.
     """
 
     name: str
     apply: Callable[[Array, History, Any], Array]
-    default: Any = ()
+    default: Any
+
+    def __post_init__(self) -> None:
+        if not jax.tree.leaves(self.default):
+            raise ConfigError(
+                f"logits processor {self.name!r} has default={self.default!r}, without any "
+                "parameter; give one at which it leaves logits as they are, such as a switch"
+            )
 
 
 class RuleSizes(NamedTuple):

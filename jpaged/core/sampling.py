@@ -143,7 +143,8 @@ def sample(
     if rules is not None:
         raw = mask_raw(rules, logits)
         logits = apply_rules(rules, history, rows.min_len, logits, sampler.processors)
-        has_choice = jnp.any(logits > -jnp.inf, axis=1) | ~rules.is_on
+        # A NaN, which only a processor can have made, is the largest, and above nothing.
+        has_choice = (jnp.max(logits, axis=1) > -jnp.inf) | ~rules.is_on
     is_random = is_sampling & (rows.temperature >= GREEDY_TEMPERATURE)
     truncation = Truncation(rows.temperature, rows.min_p, rows.top_k, rows.top_p, is_random)
     is_drawn = is_random & (rows.top_k != 1)

@@ -101,6 +101,32 @@ def test_parameters_of_processors_are_judged(params, message):
         intake.accept([[1]], greedy(1, logits_processors=params))
 
 
+@pytest.mark.parametrize("default", [(), {}, None, {"a": []}], ids=str)
+def test_a_processor_without_a_default_is_refused(default):
+    with pytest.raises(ConfigError, match=r"'bare' has default=.*, without any parameter"):
+        LogitsProcessor("bare", only_above, default)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("place", [slice(None), slice(3, 4), slice(49, 50)], ids=str)
+def test_a_processor_that_makes_nan_ends_its_row_alone(temperature, place):
+    def spoil(logits, history, is_on):
+        return logits.at[:, place].set(jnp.where(is_on[:, None], jnp.nan, logits[:, place]))
+
+    processor = LogitsProcessor("spoil", spoil, np.bool_(False))
+    engine, intake = make_counting_engine(logits_processors=[processor])
+    spoilt = SamplingParams(temperature=temperature, logits_processors={"spoil": True})
+    requests = [
+        *intake.accept([PROMPTS[1]], spoilt),
+        *intake.accept([PROMPTS[2]], greedy(6, presence_penalty=0.0, logit_bias={7: 0.0})),
+    ]
+    run(engine, requests)
+    assert requests[0].samples[0].finish_reason == "error"
+    assert requests[0].samples[0].output_ids == []
+    assert requests[1].samples[0].output_ids == expected(PROMPTS[2], 6)
+    assert at_rest(engine)
+
+
 @pytest.mark.parametrize("processors", [[FLOOR, FLOOR], [only_above], "floor"])
 def test_what_is_no_processor_is_refused(processors):
     with pytest.raises(ConfigError, match="logits_processors must"):
@@ -144,7 +170,11 @@ def test_grammars_bind_their_rows_and_leave_windows_to_the_others():
     assert at_rest(engine)
 
 
-@pytest.mark.parametrize("fields", [{"ignore_eos": True}, {"min_tokens": 7}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [{"ignore_eos": True}, {"min_tokens": 7}, {"allowed_token_ids": range(3, 50)}],
+    ids=str,
+)
 def test_a_finished_grammar_ends_a_row_that_may_not_draw_the_end(fields):
     engine, intake = make_counting_engine(eos_ids=[EOS], tokenizer=letter_tokenizer())
     params = SamplingParams(
@@ -194,6 +224,16 @@ def test_a_broken_schema_fails_its_request_alone():
 # --- what the engine has no room or no tokenizer for ---
 
 
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_the_models_own_ends_count_among_the_stop_ids(ignore_eos):
+    _, intake = make_counting_engine(eos_ids=[1, 2], max_stop_ids=4)
+    fields = {"ignore_eos": ignore_eos, "stop_token_ids": [2, 5, 6, 7]}
+    assert intake.accept([[1]], greedy(1, **fields))
+    fields["stop_token_ids"] = [5, 6, 7, 8]
+    with pytest.raises(RequestError, match=r"5 stop ids, the model's own.*exceed max_stop_ids=4"):
+        intake.accept([[1]], greedy(1, **fields))
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -203,7 +243,7 @@ def test_a_broken_schema_fails_its_request_alone():
         ({"logit_bias": dict.fromkeys(range(9), 1.0)}, "9 entries, and max_logit_bias=8"),
         ({"bad_words": list("abcde")}, "5 spellings in tokens, and max_bad_words=4"),
         ({"bad_words": ["abcdef"]}, "a bad word has 6 tokens, and max_bad_word_len=5"),
-        ({"stop_token_ids": list(range(20))}, "20 stop ids exceed max_stop_ids=16"),
+        ({"stop_token_ids": list(range(20))}, "20 stop ids, .* exceed max_stop_ids=16"),
     ],
 )
 def test_limits_of_rules(fields, message):
