@@ -75,6 +75,15 @@ inline void narrow(float x, BFloat16* to) {  // to the nearest, ties to even
   to->bits = static_cast<uint16_t>(x != x ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+// Widens a row of C; the rest of its place becomes zeros.
+template <class T>
+inline void widen_row(const T* from, int64_t C, int64_t padded, float* to) {
+  int64_t c = 0;
+  for (; c + LANES <= C; c += LANES)
+    for (int64_t i = 0; i < LANES; ++i) to[c + i] = widen(from[c + i]);
+  for (; c < padded; ++c) to[c] = c < C ? widen(from[c]) : 0.0f;
+}
+
 // Calls f with a null pointer of the type that `dtype` names.
 template <class F>
 void with_type(DType dtype, F f) {
@@ -137,7 +146,19 @@ inline Vec tanh(Vec x) {
   return 1.0f - 2.0f / (exp(x * 2.0f) + 1.0f);
 }
 
-// The even (odd) half of a perfect shuffle of a and b.
+// Lane i of the result is lane i ^ Distance of v.
+template <int Distance, int... I>
+inline Vec swap_lanes(Vec v, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(v, v, (I ^ Distance)...);
+}
+template <int Distance = LANES / 2>
+inline float largest(Vec v) {
+  v = larger(v, swap_lanes<Distance>(v, std::make_integer_sequence<int, LANES>{}));
+  if constexpr (Distance > 1) return largest<Distance / 2>(v);
+  return v[0];
+}
+
+// The first (second) half of a perfect shuffle of a and b.
 template <int... I>
 inline Vec low_pairs(Vec a, Vec b, std::integer_sequence<int, I...>) {
   return __builtin_shufflevector(a, b, (I / 2 + I % 2 * LANES)...);
@@ -256,8 +277,7 @@ NOINLINE void weigh(const Call& call, float* scores, int lo, int hi, Row row, in
   std::fill(scores, scores + lo, HIDDEN);
   std::fill(scores + hi, scores + TILE, HIDDEN);
   for (int at = 0; at < TILE; at += LANES) peaks = larger(load(scores + at), peaks);
-  float peak = peaks[0];
-  for (int i = 1; i < LANES; ++i) peak = peaks[i] > peak ? peaks[i] : peak;
+  const float peak = largest(peaks);
   if (peak != row.peak()) {
     row.decay(exp(row.peak() - peak), padded);
     row.peak() = peak;
@@ -317,29 +337,42 @@ void finish_all(const Call& call, const Item& item, float* rows) {
 struct Scratch {
   std::vector<float> q, keys, values, scores, segment, merged;
 
+  // Room for `size` floats, at the beginning of a line of the processor's cache.
   static float* room(std::vector<float>& of, int64_t size) {
-    if (static_cast<int64_t>(of.size()) < size) of.resize(size);
-    return of.data();
+    if (static_cast<int64_t>(of.size()) < size + 16) of.resize(size + 16);
+    const auto past = reinterpret_cast<uintptr_t>(of.data()) % 64;
+    return of.data() + (64 - past) % 64 / sizeof(float);
   }
 };
 
-// Widens the TILE rows of one head that begin at a position; those not live become zeros.
-template <class KV>
-void read_tile(const Call& call, const Item& item, const void* pool, int64_t start, int64_t lo,
-               int64_t hi, float* to) {
-  const int64_t padded = call.padded();
+// Where a tile's keys and values lie in their pools, for one head: those from `begin` to `end`.
+struct Places {
+  int begin = 0, end = 0;
+  int64_t at[TILE];
+};
+
+// The places of the tile at `start`, of which the positions from lo to hi are live.
+Places locate(const Call& call, const Item& item, int64_t start, int64_t lo, int64_t hi) {
+  Places places;
   const int32_t* table = call.block_table + item.row * call.M;
-  for (int64_t key = 0; key < TILE; ++key, to += padded) {
-    const int64_t position = start + key;
-    if (position < lo || position >= hi) {
-      std::fill(to, to + padded, 0.0f);
-      continue;
-    }
-    const int64_t slot = table[position / call.S] * call.S + position % call.S;
-    const KV* from = static_cast<const KV*>(pool) + (slot * call.K + item.head) * call.C;
-    for (int64_t c = 0; c < call.C; ++c) to[c] = widen(from[c]);
-    std::fill(to + call.C, to + padded, 0.0f);
+  int64_t position = std::max(start, lo), end = std::min(start + TILE, hi);
+  places.begin = static_cast<int>(position - start), places.end = static_cast<int>(end - start);
+  int64_t block = position / call.S, offset = position % call.S;
+  for (; position < end; ++block, offset = 0) {
+    const int64_t stride = call.K * call.C, num = std::min(call.S - offset, end - position);
+    const int64_t first = (table[block] * call.S + offset) * stride + item.head * call.C;
+    for (int64_t i = 0; i < num; ++i, ++position) places.at[position - start] = first + i * stride;
   }
+  return places;
+}
+
+// Widens the rows of a tile; those not live become zeros.
+template <class KV>
+void read_tile(const Places& places, const KV* pool, int64_t C, int64_t padded, float* to) {
+  std::fill(to, to + places.begin * padded, 0.0f);
+  for (int key = places.begin; key < places.end; ++key)
+    widen_row(pool + places.at[key], C, padded, to + key * padded);
+  std::fill(to + places.end * padded, to + TILE * padded, 0.0f);
 }
 
 // One segment: `rows` gets the softmax of each of the item's queries, the heads of one together.
@@ -347,24 +380,27 @@ template <class KV>
 void attend_segment(const Call& call, const Item& item, int64_t segment, const float* q,
                     Scratch& scratch, float* rows) {
   const int64_t C = call.C, padded = call.padded(), G = call.group(), num = item.num * G;
-  float* keys = scratch.keys.data();
-  float* values = scratch.values.data();
-  float* scores = scratch.scores.data();
+  float* keys = Scratch::room(scratch.keys, TILE * padded);
+  float* values = Scratch::room(scratch.values, TILE * padded);
+  float* scores = Scratch::room(scratch.scores, num * TILE);
   const auto row = [&](int64_t r) { return Row{rows + r * Row::size(padded)}; };
   for (int64_t r = 0; r < num; ++r) row(r).clear(padded);
   const int64_t live_lo = call.first_visible(item.position), live_hi = item.position + item.num;
   const int64_t begin = std::max(segment * SEGMENT, live_lo / TILE * TILE);
   const int64_t end = std::min((segment + 1) * SEGMENT, live_hi);
+  const KV* k = static_cast<const KV*>(call.k);
+  const KV* v = static_cast<const KV*>(call.v);
   for (int64_t start = begin; start < end; start += TILE) {
-    read_tile<KV>(call, item, call.k, start, live_lo, live_hi, values);
+    const Places places = locate(call, item, start, live_lo, live_hi);
+    read_tile(places, k, C, padded, values);
     for (int64_t key = 0; key < TILE; key += LANES)
       for (int64_t c = 0; c < padded; c += LANES)
         transpose(values + key * padded + c, padded, keys + c * TILE + key, TILE);
-    read_tile<KV>(call, item, call.v, start, live_lo, live_hi, values);
     for (int64_t r = 0; r < num; r += MAX_ROWS)
       with_rows(std::min<int64_t>(num - r, MAX_ROWS), [&](auto R) {
         score_rows<R()>(q + r * padded, padded, keys, C, scores + r * TILE);
       });
+    read_tile(places, v, C, padded, values);
     const auto visible = [&](int64_t r) {
       const int64_t position = item.position + r / G;
       const auto clip = [&](int64_t p) { return std::clamp<int64_t>(p - start, 0, TILE); };
@@ -390,13 +426,10 @@ void attend(const Call& call, const Item& item) {
   const int64_t padded = call.padded(), G = call.group(), num = item.num * G;
   const int64_t size = num * Row::size(padded);
   float* q = Scratch::room(scratch.q, num * padded);
-  Scratch::room(scratch.keys, TILE * padded);
-  Scratch::room(scratch.values, TILE * padded);
-  Scratch::room(scratch.scores, num * TILE);
   for (int64_t r = 0; r < num; ++r) {
     const int64_t head = (item.query + r / G) * call.H + item.head * G + r % G;
     const Q* from = static_cast<const Q*>(call.q) + head * call.C;
-    for (int64_t c = 0; c < call.C; ++c) q[r * padded + c] = widen(from[c]);
+    widen_row(from, call.C, padded, q + r * padded);
   }
   if (item.partials != nullptr) {
     for (int64_t s = item.begin; s < item.end; ++s)
