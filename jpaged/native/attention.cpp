@@ -1,10 +1,11 @@
 // Paged attention on a CPU, called by XLA: the contract is `jpaged.ops.paged_attention`'s.
 //
-// A query meets its keys in tiles of TILE, which begin at position 0 and hold the same positions for
-// everybody, with an online softmax in float32. SEGMENT keys make a segment, whose result stands for
-// itself; a query's segments are merged in their order. A score is one chain of multiply-adds over
-// the head, a value one chain over the visible keys of a tile. So a query's bits depend on nothing
-// but the query and what it sees, however queries are grouped and however the work is shared out.
+// A query meets its keys in tiles of TILE, which begin at position 0 and hold the same positions
+// for everybody, with an online softmax in float32. SEGMENT keys make a segment, whose result
+// stands for itself; a query's segments are merged in their order. A score is one chain of
+// multiply-adds over the head, a value one chain over the visible keys of a tile. So a query's bits
+// depend on nothing but the query and what it sees, however queries are grouped and however the
+// work is shared out.
 //
 // Compile without -ffast-math: NaN must stay NaN, and sums keep their order.
 
@@ -552,7 +553,8 @@ void run_typed(const Call& call, int64_t num_threads, const Schedule& schedule) 
   const std::vector<Item> cut = cut_long_items(call, num_threads, items, partials);
   const auto num = static_cast<int64_t>(items.size());
   // A prompt's last queries see most: they come first.
-  share_out(num, num_threads, schedule, [&](int64_t i) { attend<Q, KV>(call, items[num - 1 - i]); });
+  share_out(num, num_threads, schedule,
+            [&](int64_t i) { attend<Q, KV>(call, items[num - 1 - i]); });
   share_out(static_cast<int64_t>(cut.size()), num_threads, schedule,
             [&](int64_t i) { merge_segments<Q>(call, cut[i]); });
 }
@@ -575,8 +577,9 @@ namespace ffi = xla::ffi;
 static ffi::Error paged_attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k,
                                   ffi::AnyBuffer v, ffi::Buffer<ffi::S32> block_table,
                                   ffi::Buffer<ffi::S32> context_lens,
-                                  ffi::Buffer<ffi::S32> query_start_loc, ffi::Buffer<ffi::F32> sinks,
-                                  ffi::Result<ffi::AnyBuffer> out, int64_t num_decode_rows,
+                                  ffi::Buffer<ffi::S32> query_start_loc,
+                                  ffi::Buffer<ffi::F32> sinks, ffi::Result<ffi::AnyBuffer> out,
+                                  int64_t num_decode_rows,
                                   int64_t q_dtype, int64_t kv_dtype, float scale, float soft_cap,
                                   int64_t window) {
   const auto q_shape = q.dimensions(), pool_shape = k.dimensions();
@@ -594,7 +597,8 @@ static ffi::Error paged_attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::A
   call.q_dtype = static_cast<jpaged::DType>(q_dtype);
   call.kv_dtype = static_cast<jpaged::DType>(kv_dtype);
   call.scale = scale, call.soft_cap = soft_cap, call.window = window;
-  jpaged::run(call, pool.num_threads(), [&](std::function<void()> task) { pool.Schedule(std::move(task)); });
+  jpaged::run(call, pool.num_threads(),
+              [&](std::function<void()> task) { pool.Schedule(std::move(task)); });
   return ffi::Error::Success();
 }
 
