@@ -7,7 +7,8 @@ preemption and resumption have nothing to keep in step.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -134,32 +135,61 @@ def make_rules(
     processors: tuple[LogitsProcessor, ...] = (),
     processor_params: Mapping[str, Any] | None = None,
     is_allowed: Bool[Array, "A V"] | None = None,
-    **fields: ArrayLike,
+    **fields: ArrayLike | Sequence[Any],
 ) -> LogitsRules:
     """Rules for A prompts, for `jpaged.functional.generate`.
 
     sizes, processors: those that the state was made with. processor_params: by name, with a leading
-    A. is_allowed: the ids that each may draw. fields: of `LogitsRules`, such as repetition_penalty;
-    a value for all prompts, or one each.
+    A, or one value for all. is_allowed: the ids that each may draw. fields: of `LogitsRules`, such
+    as repetition_penalty; a value for all prompts, or one each. Lists of ids, and biases, may be
+    shorter than there is room for.
 
-    Raises ValueError for a name that is no field, or a shape that does not fit.
+    Raises ValueError for a name that is no field or no processor, or a shape that does not fit.
     """
     rules = init_rules(num_prompts, sizes, processors)
     known = vars(rules)
     if unknown := sorted(set(fields) - set(known)):
         raise ValueError(f"{unknown[0]!r} is no field of LogitsRules; there are {sorted(known)}")
-    changes: dict[str, Any] = {
-        name: jnp.broadcast_to(jnp.asarray(value, known[name].dtype), known[name].shape)
-        for name, value in fields.items()
-    }
+    changes: dict[str, Any] = {"is_on": jnp.ones(num_prompts, bool)}
+    changes |= {name: _filled(name, value, known[name]) for name, value in fields.items()}
     if is_allowed is not None:
+        if is_allowed.shape != (num_prompts, sizes.vocab_size):
+            raise ValueError(
+                f"is_allowed has shape {is_allowed.shape}, not {(num_prompts, sizes.vocab_size)}: "
+                "a row for each prompt, an entry for each id"
+            )
         padding = rules.token_mask.shape[1] * 32 - is_allowed.shape[1]
         bits = jnp.pad(is_allowed, ((0, 0), (0, padding))).reshape(num_prompts, -1, 32)
         weights = jnp.uint32(1) << jnp.arange(32, dtype=jnp.uint32)
         mask = jnp.sum(jnp.where(bits, weights[None, None], 0), axis=2, dtype=jnp.uint32)
         changes |= {"token_mask": mask, "has_mask": jnp.ones(num_prompts, bool)}
-    params = {**rules.processors, **(processor_params or {})}
-    return replace(rules, is_on=jnp.ones(num_prompts, bool), processors=params, **changes)
+    params = dict(rules.processors)
+    for name, given in (processor_params or {}).items():
+        if name not in params:
+            raise ValueError(f"{name!r} is none of the processors {sorted(params)}")
+        fill = functools.partial(_broadcast, f"a parameter of {name!r}")
+        params[name] = jax.tree.map(fill, params[name], given)
+    return replace(rules, processors=params, **changes)
+
+
+def _filled(name: str, value: ArrayLike | Sequence[Any], like: Array) -> Array:
+    """A field's values for all prompts; lists with room left are filled with what means nothing."""
+    array = jnp.asarray(value, like.dtype)
+    if like.ndim == 2:  # not repeated: a bias would be added as often
+        array = jnp.atleast_1d(array)
+        room = max(like.shape[1] - array.shape[-1], 0)
+        nothing = -1 if name.endswith("_ids") else 0
+        widths = (*((0, 0),) * (array.ndim - 1), (0, room))
+        array = jnp.pad(array, widths, constant_values=nothing)
+    return _broadcast(name, like, array)
+
+
+def _broadcast(name: str, like: Array, value: ArrayLike | Sequence[Any]) -> Array:
+    array = jnp.asarray(value, like.dtype)
+    try:
+        return jnp.broadcast_to(array, like.shape)
+    except ValueError:
+        raise ValueError(f"{name} has shape {array.shape}, and {like.shape} is needed") from None
 
 
 def set_rules(rules: LogitsRules, row_ids: Int[Array, " A"], new: LogitsRules) -> LogitsRules:

@@ -151,7 +151,11 @@ def _leaf_like(default: Any, given: Any) -> Any:
     array = np.asarray(given)
     if array.shape != expected.shape:
         raise ValueError(f"shape {array.shape}, not {expected.shape}")
-    return array.astype(jax.dtypes.canonicalize_dtype(expected.dtype), casting="same_kind")
+    dtype = jax.dtypes.canonicalize_dtype(expected.dtype)
+    cast = array.astype(dtype, casting="same_kind")
+    if array.dtype.kind in "iu" and cast.dtype.kind in "iu" and np.any(cast != array):
+        raise ValueError(f"{given!r:.80} does not fit {dtype}")
+    return cast
 
 
 def _value(value: Any, dtype: Any) -> Any:

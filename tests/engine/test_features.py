@@ -91,6 +91,7 @@ def test_own_processors_act_on_the_requests_that_name_them():
     [
         ({"ceiling": 3}, r"names 'ceiling'; this engine was made with \['floor'\]"),
         ({"floor": [1, 2]}, "parameters of 'floor' are not like its default: shape"),
+        ({"floor": 2**40}, "parameters of 'floor' are not like its default: .* not fit int32"),
         ({"floor": 1.5}, "parameters of 'floor' are not like its default"),
         ({"floor": {"a": 1}}, "parameters of 'floor' are not like its default"),
     ],
