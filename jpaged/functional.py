@@ -4,6 +4,8 @@ Everything here works inside the caller's `jit` and `lax.scan`, with donation or
 is one immutable value, `EngineState`; functions take it and give the next one.
 """
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
@@ -54,6 +56,7 @@ from jpaged.model_config import ModelConfig
 from jpaged.models.forward import dense_forward, init_params, make_forward
 from jpaged.models.prepare import prepare
 from jpaged.models.registry import abstract_params
+from jpaged.native import attention as native
 from jpaged.ops.kv_cache import init_layer_kv
 from jpaged.typing import Array, Int, Params, UInt32
 
@@ -94,6 +97,7 @@ __all__ = [
     "init_beams",
     "init_params",
     "init_state",
+    "load_native",
     "make_admissions",
     "make_forward",
     "make_rules",
@@ -174,6 +178,7 @@ def generate(
     is_prepared: bool = False,
     dtype: DTypeLike | None = None,
     deterministic: bool = False,
+    implementation: str = "xla",
     num_blocks: int | None = None,
     block_size: int = 16,
     num_prefill_tokens: int = 1024,
@@ -192,6 +197,8 @@ def generate(
         is used as it is, prefix cache included: call `new_weights` on it when `params` change.
     dtype: of weights, KV and activations; None takes the dtype that `params` have.
     deterministic: a row has the same bits among any others, at some cost.
+    implementation: of attention. "native" is faster on a CPU, but must be loaded (`load_native`),
+        has no derivative, and under `vmap` runs one member after the other.
 
     Raises ValueError when traced: a tree of another model, or shapes that do not fit each other or
     the state.
@@ -222,7 +229,7 @@ def generate(
         prompts,
         prompt_lens,
         keys,
-        forward=make_forward(config, deterministic=deterministic),
+        forward=make_forward(config, deterministic=deterministic, implementation=implementation),
         max_new_tokens=max_new_tokens,
         sampling=sampling,
         n=n,
@@ -233,6 +240,16 @@ def generate(
         num_decode_steps=num_decode_steps,
         pad_id=pad_id,
     )
+
+
+def load_native(folder: str | Path | None = None) -> None:
+    """Makes `implementation="native"` ready, outside of any `jit`: compiles and loads the C++.
+
+    folder: where what was compiled is kept; None keeps nothing.
+
+    Raises NativeUnavailableError with the reason, such as a missing compiler.
+    """
+    native.load(None if folder is None else Path(folder))
 
 
 def _check_canonical(params: Params, config: ModelConfig) -> None:

@@ -1,6 +1,7 @@
 """Compiled programs with a real model: no second KV cache, no second compilation."""
 
 import functools as ft
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jpaged.model_config import ModelConfig
 from jpaged.models.forward import init_params, make_forward
 from jpaged.models.prepare import prepare
 from jpaged.ops.kv_cache import init_layer_kv
+from tests.native.kernels import load_or_skip
 
 pytestmark = pytest.mark.optimized
 
@@ -84,9 +86,9 @@ def make_beams() -> Beams:
     return init_beams(jnp.array([[3, 4]], jnp.int32), ids(22), max_tokens=8)
 
 
-def make_programs(dtype: str) -> dict:
+def make_programs(dtype: str, implementation: str) -> dict:
     """Every program that changes the state, in an order in which they can follow each other."""
-    params, forward = make_params(dtype), make_forward(CONFIG)
+    params, forward = make_params(dtype), make_forward(CONFIG, implementation=implementation)
     run_step = ft.partial(step, forward=forward, num_tokens=NUM_TOKENS, num_decode_rows=0)
     run_mixed = ft.partial(step, forward=forward, num_tokens=NUM_TOKENS, num_decode_rows=1)
     run_window = ft.partial(decode_window, forward=forward, num_steps=3)
@@ -105,11 +107,16 @@ def make_programs(dtype: str) -> dict:
     }
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(
+    scope="module", params=itertools.product(["float32", "bfloat16"], ["xla", "native"])
+)
 def programs(request):
     """The jitted programs and their dtype, the state donated."""
-    programs = make_programs(request.param)
-    return request.param, {name: jax.jit(f, donate_argnums=0) for name, f in programs.items()}
+    dtype, implementation = request.param
+    if implementation == "native":
+        load_or_skip()
+    programs = make_programs(dtype, implementation)
+    return dtype, {name: jax.jit(f, donate_argnums=0) for name, f in programs.items()}
 
 
 def test_no_program_holds_a_second_kv_cache(programs):
