@@ -187,8 +187,11 @@ class ChatTokenizer:
         ids = [1 if letter == "<" else ord(letter) - ord("a") + 10 for letter in text]
         return [1] * add_special_tokens + ids
 
-    def decode(self, token_ids, *, skip_special_tokens):
+    def decode(self, token_ids, *, skip_special_tokens, **_):
         return "".join(chr(token + 87) for token in token_ids)
+
+    def convert_ids_to_tokens(self, token_id):
+        return chr(token_id + 87)
 
 
 def test_chat_takes_one_conversation_or_many_and_begins_each_once(config):
