@@ -10,10 +10,10 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import jax
-import jaxlib
 
 from jpaged.errors import NativeUnavailableError
 
@@ -64,7 +64,7 @@ def library_key(source: Path, compiler: str) -> str:
         source.read_text(),
         " ".join(FLAGS),
         _run([compiler, "--version"]),
-        jaxlib.__version__,
+        version("jaxlib"),
         _processor(),
     )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

@@ -41,7 +41,7 @@ def test_whatever_bits_depend_on_is_in_the_name(source, monkeypatch):
     keys.add(build.library_key(source, compiler))
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-g"))
     keys.add(build.library_key(source, compiler))
-    monkeypatch.setattr(build.jaxlib, "__version__", "0.0.1")
+    monkeypatch.setattr(build, "version", lambda name: "0.0.1")
     keys.add(build.library_key(source, compiler))
     monkeypatch.setattr(build, "_processor", lambda: "another")
     keys.add(build.library_key(source, compiler))
