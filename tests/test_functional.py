@@ -110,6 +110,7 @@ def llm_outputs(sampling: F.Sampling, n: int, **fields) -> list:
         max_num_seqs=6,
         max_num_batched_tokens=32,
         block_size=BLOCK_SIZE,
+        implementation="xla",  # as `generate`'s default
     ) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
     return [sample for output in outputs for sample in output.outputs]
