@@ -26,7 +26,7 @@ class Reporter:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._texts = TokenTexts(tokenizer)
+        self._texts, self._no_texts = TokenTexts(tokenizer), TokenTexts(None)
 
     def output_of(self, request: Request) -> RequestOutput:
         """What a user gets of a request, whatever state it is in."""
@@ -95,7 +95,7 @@ class Reporter:
             sample.scores,
             token_ids,
             start,
-            self._texts,
+            self._texts_for(request),
             num_top=request.num_top or 0,
             asked_ids=params.logprob_token_ids or (),
             first=first,
@@ -112,7 +112,7 @@ class Reporter:
             request.samples[0].prompt_scores,
             request.prompt_token_ids,
             request.score_from,
-            self._texts,
+            self._texts_for(request),
             num_top=request.num_prompt_top,
         )
         listed: PromptLogprobs = FlatLogprobs() if request.params.flat_logprobs else []
@@ -120,6 +120,9 @@ class Reporter:
         for entry in found:
             listed.append(entry)
         return listed
+
+    def _texts_for(self, request: Request) -> TokenTexts:
+        return self._texts if request.params.detokenize else self._no_texts
 
     def _text_of(self, request: Request, sample: Sample) -> str:
         params, end = request.params, len(sample.output_ids)

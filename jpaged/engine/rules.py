@@ -11,18 +11,29 @@ import jax
 import numpy as np
 
 from jpaged.config import EngineConfig
-from jpaged.core.logits_rules import LogitsProcessor, LogitsRules, RuleSizes
-from jpaged.errors import RequestError
+from jpaged.core.logits_rules import (
+    History,
+    LogitsProcessor,
+    LogitsRules,
+    RuleSizes,
+    init_rules,
+)
+from jpaged.errors import ConfigError, RequestError
 from jpaged.sampling_params import SamplingParams
 
 
 class RuleMaker:
-    """Makes rules for an engine with room for `sizes`, and these processors."""
+    """Makes rules for an engine with room for `sizes`, and these processors.
+
+    Raises ConfigError for a processor that does not take logits and give as many.
+    """
 
     def __init__(
         self, sizes: RuleSizes, processors: Sequence[LogitsProcessor], tokenizer: Any
     ) -> None:
         self.sizes, self.processors = sizes, tuple(processors)
+        for processor in processors:
+            _check_processor(processor, sizes.vocab_size)
         self._tokenizer = tokenizer
 
     def make(self, params: SamplingParams, hold_ids: Sequence[int]) -> LogitsRules:
@@ -109,6 +120,23 @@ def rule_sizes(config: EngineConfig, vocab_size: int) -> RuleSizes:
         num_bad_words=config.max_bad_words,
         bad_word_len=config.max_bad_word_len,
     )
+
+
+def _check_processor(processor: LogitsProcessor, vocab_size: int) -> None:
+    """Traces it on two rows, so that what is wrong shows before the first request."""
+    num_rows = 2
+    logits: Any = jax.ShapeDtypeStruct((num_rows, vocab_size), np.float32)
+    token_ids: Any = jax.ShapeDtypeStruct((num_rows, 8), np.int32)
+    lengths: Any = jax.ShapeDtypeStruct((num_rows,), np.int32)
+    history = History(token_ids, lengths, lengths)
+    params = jax.eval_shape(lambda: init_rules(num_rows, RuleSizes(vocab_size), (processor,)))
+    name = f"logits processor {processor.name!r}"
+    try:
+        found = jax.eval_shape(processor.apply, logits, history, params.processors[processor.name])
+    except Exception as error:
+        raise ConfigError(f"{name} can not be traced: {error}") from error
+    if getattr(found, "shape", None) != logits.shape:
+        raise ConfigError(f"{name} must give logits [B V] as it takes them, it gives {found}")
 
 
 def mask_of(allowed: Sequence[int] | None, vocab_size: int) -> Any:

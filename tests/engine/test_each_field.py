@@ -228,6 +228,9 @@ class TestText:
     def test_detokenize(self, ask):
         (one,) = ask(detokenize=False).outputs
         assert (one.text, one.token_ids) == ("", PLAIN)
+        output = ask(detokenize=False, logprobs=2, prompt_logprobs=1)
+        entries = [*output.outputs[0].logprobs, *output.prompt_logprobs[1:]]
+        assert {told.decoded_token for entry in entries for told in entry.values()} == {None}
 
     def test_skip_special_tokens(self, ask):
         assert 0 in PLAIN, "a special token"

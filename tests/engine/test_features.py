@@ -128,6 +128,20 @@ def test_a_processor_that_makes_nan_ends_its_row_alone(temperature, place):
     assert at_rest(engine)
 
 
+@pytest.mark.parametrize(
+    ("apply", "message"),
+    [
+        (lambda logits, _, floor: logits[:, :3], "must give logits"),
+        (lambda logits, _, floor: None, "must give logits"),
+        (lambda logits: logits, "can not be traced"),
+        (lambda logits, _, floor: logits + 1 if floor[0] > 1 else logits, "can not be traced"),
+    ],
+)
+def test_a_processor_that_does_not_do_fails_when_the_engine_is_made(apply, message):
+    with pytest.raises(ConfigError, match=f"'odd' {message}"):
+        make_counting_engine(logits_processors=[LogitsProcessor("odd", apply, np.int32(0))])
+
+
 @pytest.mark.parametrize("processors", [[FLOOR, FLOOR], [only_above], "floor"])
 def test_what_is_no_processor_is_refused(processors):
     with pytest.raises(ConfigError, match="logits_processors must"):
