@@ -7,6 +7,7 @@ raised: errors are data.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,8 +45,9 @@ class StepOutput:
     prompt: PromptScores | None = None  # of the step's tokens, if asked for
 
     @property
-    def logprobs(self) -> Float[Array, "*J B"]:
-        """Log-probabilities of the sampled tokens, where asked for."""
+    def logprobs(self) -> Any:
+        """Log-probabilities of the sampled tokens, [B] or [J B], where asked for; JAX's, or NumPy's
+        once they are read."""
         return self.told.logprobs
 
 

@@ -113,7 +113,7 @@ def admissions(requests: list[Request], max_tokens: int) -> Admissions:
         request_root=field("root", np.uint32),
         sample_index=field("sample_index", np.int32),
         adapter_id=field("adapter_id", np.int32),
-        most_cached=field("reads_cache", np.int32) * MAX_LEN,
+        most_cached=field("reads_cache", np.int32) * 2**20,  # as many as there are
         sampling=sampling,
     )
 

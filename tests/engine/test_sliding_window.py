@@ -24,6 +24,7 @@ from jpaged.engine.rules import rule_sizes
 from jpaged.errors import RequestTooLongError
 from jpaged.sampling_params import BeamSearchParams, SamplingParams
 from tests.core.scripted import (
+    VOCAB_SIZE,
     counting_kv,
     counting_params,
     greedy_continuation,
