@@ -33,7 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def programs(request: pytest.FixtureRequest) -> Iterator[None]:
+def compile_for_tests(request: pytest.FixtureRequest) -> Iterator[None]:
     """Compiles a module's programs quickly, or, where it is marked `optimized`, as users have them.
 
     They are dropped behind it: of little use to the next, and gigabytes in the end.

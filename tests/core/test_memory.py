@@ -1,7 +1,6 @@
 """Compiled programs with a real model: no second KV cache, no second compilation."""
 
 import functools as ft
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +107,14 @@ def make_programs(dtype: str, implementation: str) -> dict:
 
 
 @pytest.fixture(
-    scope="module", params=itertools.product(["float32", "bfloat16"], ["xla", "native"])
+    scope="module",
+    params=[
+        ("float32", "xla"),
+        ("bfloat16", "native"),
+        pytest.param(("float32", "native"), marks=pytest.mark.slow),
+        pytest.param(("bfloat16", "xla"), marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def programs(request):
     """The jitted programs and their dtype, the state donated."""

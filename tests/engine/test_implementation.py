@@ -47,7 +47,8 @@ def test_native_tokens_are_xlas(config):
     assert run(config, dtype="float32", implementation="native") == (wanted, "native")
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_mixes runs natively too, in float32
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_each_request_of_a_mix_gets_natively_what_it_gets_alone(config, dtype):
     """Deterministic mode, with preemptions: tokens and log-probabilities equal to the bit."""
     load_or_skip()

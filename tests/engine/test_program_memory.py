@@ -96,6 +96,7 @@ def params_of(params):
     return jax.eval_shape(lambda tree: prepare(tree, MODEL, "float32"), params)
 
 
+@pytest.mark.slow
 def test_a_gpu_is_filled_and_answers_as_a_cpu_does(params, monkeypatch, caplog):
     prompts = [[1, 5, 9, 3], list(range(20, 60)), [7] * 11]
     greedy = SamplingParams(temperature=0.0, max_tokens=12)

@@ -88,7 +88,8 @@ def check_entry(entry, params: SamplingParams, want: Plain, place: int) -> None:
     assert sum(told.rank == 1 + i for i in range(k) for told in entry.values()) >= k
 
 
-def serve_all(mode: str, seed: int, num_requests: int, **options) -> None:
+def serve_all(mode: str, seed: int, num_requests: int, **options) -> int:
+    """Serves and checks random requests. Returns the number of preemptions."""
     rng = random.Random(seed)
     engine, intake = make_counting_engine(
         eos_ids=[EOS, OTHER_EOS], tokenizer=letter_tokenizer(), logprobs_mode=mode, **options
@@ -107,17 +108,19 @@ def serve_all(mode: str, seed: int, num_requests: int, **options) -> None:
     assert reasons == {"stop", "length", "repetition"}
     check_invariants(engine._device.state)
     assert engine.num_free_blocks == engine.num_blocks - 1
+    return engine.stats.num_preemptions
 
 
-@pytest.mark.parametrize(
-    "mode", [MODES[0], *(pytest.param(m, marks=pytest.mark.slow) for m in MODES[1:])]
-)
-def test_mixes_of_parameters_give_what_plain_python_gives(mode):
+@pytest.mark.parametrize("num_blocks", [17, pytest.param(64, marks=pytest.mark.slow)])
+def test_mixes_of_parameters_give_what_plain_python_gives(num_blocks):
+    num_preemptions = serve_all(MODES[0], seed=2, num_requests=60, num_blocks=num_blocks)
+    assert (num_preemptions > 0) == (num_blocks == 17)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_so_they_do_in_all_modes(mode):
     serve_all(mode, seed=1, num_requests=60)
-
-
-def test_so_they_do_with_preemption():
-    serve_all("raw_logprobs", seed=2, num_requests=30, num_blocks=17)
 
 
 @pytest.mark.slow
