@@ -18,13 +18,13 @@ when a bad byte then takes them back.)
 
 import codecs
 import functools
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from jpaged.loading.token_bytes import byte_fallback, byte_level
+
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _CONTEXT_LEN = 4  # tokens with text that the next one's may hang on: a character's bytes
 _MAX_WINDOW_LEN = 16  # tokens kept before the window is cut to its context: cuts cost a decode
 
@@ -167,9 +167,9 @@ class _Vocabulary:
     def _byte_of(self, token_id: int) -> int | None:
         """A byte token's byte."""
         token = self._token(token_id)
-        match = _BYTE_TOKEN.fullmatch(token or "")
+        byte = byte_fallback(token or "")
         # For a tokenizer without byte fallback that name is plain text.
-        return int(match[1], 16) if match and self.alone(token_id) != token else None
+        return byte[0] if isinstance(byte, bytes) and self.alone(token_id) != token else None
 
     def _is_left_out(self, token_id: int) -> bool:
         """Whether decoding drops the token before it looks at its neighbours: a skipped special
@@ -236,18 +236,5 @@ def _num_pending(data: bytes) -> int:
 
 
 def _byte_level(token: str) -> bytes:
-    """The bytes that a byte-level vocabulary's token stands for; added ones may be plain text."""
-    table = _byte_level_alphabet()
-    if all(letter in table for letter in token):
-        return bytes(table[letter] for letter in token)
-    return token.encode(errors="surrogatepass")
-
-
-@functools.cache
-def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's letter for each byte: printable bytes are their own, the others follow U+0100."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(0x100 + place): byte for place, byte in enumerate(others)
-    }
+    spelled = byte_level(token)
+    return spelled if isinstance(spelled, bytes) else spelled.encode(errors="surrogatepass")

@@ -5,6 +5,7 @@ Arrays here are NumPy's; they become the device's when a program takes them.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from jpaged.core.rows import Admissions
 from jpaged.core.sampling import Sampler, SamplingState, seed_key
 from jpaged.core.step import StepInputs
 from jpaged.engine.request import Sample
-from jpaged.engine.rules import stack_rules, with_mask
+from jpaged.engine.rules import stack_rules
 
 TOP_WIDTHS = (8, 32, 128, 512)  # likeliest ids told, beside none and all of them
 NUM_ADMISSIONS = 8  # A: sequences looked up, seated or released by one call
@@ -147,7 +148,7 @@ def pack_rules(samples: Sequence[Sample], row_ids: Sequence[int]) -> tuple[Any, 
     for sample in samples:
         assert sample.request.rules is not None
         own = sample.request.rules
-        rules.append(with_mask(own, next_mask(sample)) if sample.matcher else own)
+        rules.append(replace(own, token_mask=next_mask(sample)) if sample.matcher else own)
     return pad_rows(row_ids, NUM_ADMISSIONS), stack_rules(rules, NUM_ADMISSIONS)
 
 

@@ -96,7 +96,6 @@ class Reporter:
             token_ids,
             start,
             self._texts_for(request),
-            num_top=request.num_top or 0,
             asked_ids=params.logprob_token_ids or (),
             first=first,
         )
@@ -113,7 +112,6 @@ class Reporter:
             request.prompt_token_ids,
             request.score_from,
             self._texts_for(request),
-            num_top=request.num_prompt_top,
         )
         listed: PromptLogprobs = FlatLogprobs() if request.params.flat_logprobs else []
         listed.append(None)

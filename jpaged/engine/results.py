@@ -36,12 +36,12 @@ def take_prefill(
     """Records a prefill step. Forks that found no row are left to be admitted on their own: they
     find the prompt in the prefix cache."""
     result = PrefillResult([], [], [])
+    starts = output.granted.cumsum() - output.granted
     for place, row in enumerate(rows):
         if isinstance(row.sample, BeamGroup):
             _advance_group(row, rows, output, block_size)
         elif row.parent is None:
-            start = int(output.granted[:place].sum())
-            _take_prompt_scores(row.sample, int(output.granted[place]), output, start)
+            _take_prompt_scores(row.sample, int(output.granted[place]), output, int(starts[place]))
             _advance(row.sample, int(output.granted[place]), row.num_new, block_size)
         elif output.is_sampled[place] or output.finish_reason[place]:
             _seat_fork(row.sample, rows[row.parent].sample, row.row_id, block_size)
@@ -112,7 +112,8 @@ def _take_prompt_scores(sample: Sample, granted: int, output: StepOutput, start:
     for place in range(granted):
         position = sample.context_len + place + 1
         if score_from <= position < end:
-            sample.prompt_scores.add(output.prompt, (start + place,))
+            num_top = sample.request.num_prompt_top or 0
+            sample.prompt_scores.add(output.prompt, (start + place,), num_top=num_top)
 
 
 def _append(sample: Sample, output: StepOutput, at: tuple[int, ...]) -> bool:
@@ -124,8 +125,10 @@ def _append(sample: Sample, output: StepOutput, at: tuple[int, ...]) -> bool:
     is_sampled = bool(output.is_sampled[at])
     if is_sampled:
         sample.output_ids.append(token_id)
-        if sample.request.num_top is not None:
-            sample.scores.add(output.told, at)
+        request = sample.request
+        if request.num_top is not None:
+            num_asked = len(request.params.logprob_token_ids or ())
+            sample.scores.add(output.told, at, num_top=request.num_top, num_asked=num_asked)
     if reason:
         sample.finish(_REASONS[reason], token_id if reason == STOP_TOKEN else None)
         sample.is_ended_by_token = reason in (STOP_EOS, STOP_TOKEN)

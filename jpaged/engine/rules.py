@@ -4,7 +4,6 @@ Judges here what only the engine can: sizes, the vocabulary, the registered proc
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -150,11 +149,6 @@ def stack_rules(rules: Sequence[LogitsRules], size: int) -> LogitsRules:
     """Rules of several rows, with a leading axis, padded to `size` with the first."""
     padded = [*rules, *[rules[0]] * (size - len(rules))]
     return jax.tree.map(lambda *leaves: np.stack(leaves), *padded)
-
-
-def with_mask(rules: LogitsRules, mask: Any) -> LogitsRules:
-    """The rules, under another mask."""
-    return replace(rules, token_mask=mask)
 
 
 def _check_fits(what: str, number: int, option: str, limit: int, unit: str = "entries") -> None:

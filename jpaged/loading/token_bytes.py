@@ -65,9 +65,9 @@ def _rules(decoder: dict[str, Any]) -> list[Rule]:
     if kind == "Sequence":
         return [rule for part in decoder["decoders"] for rule in _rules(part)]
     if kind == "ByteLevel":
-        return [_byte_level]
+        return [byte_level]
     if kind == "ByteFallback":
-        return [_byte_fallback]
+        return [byte_fallback]
     if kind == "Metaspace":
         return [_replacement(decoder["replacement"], " ")]
     if kind == "Replace" and "String" in decoder["pattern"]:
@@ -94,14 +94,16 @@ def _byte_alphabet() -> dict[str, int]:
 _ALPHABET = _byte_alphabet()
 
 
-def _byte_level(token: str | bytes) -> str | bytes:
-    """A token with any other character stands for its own text, as an added token may."""
+def byte_level(token: str | bytes) -> str | bytes:
+    """The bytes of a byte-level vocabulary's token. One with any other character stands for its own
+    text, as an added token may."""
     if isinstance(token, bytes) or not all(c in _ALPHABET for c in token):
         return token
     return bytes(_ALPHABET[c] for c in token)
 
 
-def _byte_fallback(token: str | bytes) -> str | bytes:
+def byte_fallback(token: str | bytes) -> str | bytes:
+    """The byte that a token such as `<0xE2>` stands for; any other as it is."""
     match = _BYTE.fullmatch(token) if isinstance(token, str) else None
     return bytes([int(match[1], 16)]) if match else token
 
