@@ -70,8 +70,8 @@ class EngineConfig:
         latency; it never changes results.
     seed: seeds requests that bring no seed of their own, by their ordinal.
     deterministic: the same bits for a request in any batch, at some cost.
-    implementation: of attention. native: in C++, compiled at first use, on a CPU alone; auto is
-        native on a CPU where that can be had, else xla.
+    implementation: of attention and products. native: in C++, compiled at first use, on a CPU
+        alone; auto is native on a CPU where that can be had, else xla.
     max_logprobs: most log-probabilities per token that a request may ask for; -1: no limit.
     logprobs_mode: what is told of an id: its log-probability or logit, raw from the model, or after
         all that a request does to it.

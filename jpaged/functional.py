@@ -56,7 +56,7 @@ from jpaged.model_config import ModelConfig
 from jpaged.models.forward import dense_forward, init_params, make_forward
 from jpaged.models.prepare import prepare
 from jpaged.models.registry import abstract_params
-from jpaged.native import attention as native
+from jpaged.native import library
 from jpaged.ops.kv_cache import init_layer_kv
 from jpaged.typing import Array, Int, Params, UInt32
 
@@ -188,7 +188,7 @@ def generate(
     """Completes A prompts with n samples each: `jpaged.core.functional.generate` for a model.
 
     params: the canonical tree, prepared for serving in the same program; or, with `is_prepared`,
-        what `prepare` made of it.
+        what `prepare` made of it for the same `implementation`.
     prompts: i32[A P] ids in the vocabulary, padded on the right. prompt_lens: i32[A], 1 to P.
     keys: A keys of `jax.random`, or u32[A 2] of `seed_key`s: the same as `SamplingParams(seed=)`.
     rules: penalties, masks, bias and the like, see `make_rules`; None changes no logits.
@@ -197,8 +197,8 @@ def generate(
         is used as it is, prefix cache included: call `new_weights` on it when `params` change.
     dtype: of weights, KV and activations; None takes the dtype that `params` have.
     deterministic: a row has the same bits among any others, at some cost.
-    implementation: of attention. "native" is faster on a CPU, but must be loaded (`load_native`),
-        has no derivative, and under `vmap` runs one member after the other.
+    implementation: of attention and products. "native" is faster on a CPU, but must be loaded
+        (`load_native`), has no derivative, and under `vmap` runs one member after the other.
 
     Raises ValueError when traced: a tree of another model, or shapes that do not fit each other or
     the state.
@@ -209,7 +209,7 @@ def generate(
     run_dtype: DTypeLike = own_dtype if dtype is None else dtype
     if not is_prepared:
         _check_canonical(params, config)
-        params = prepare(params, config, run_dtype)
+        params = prepare(params, config, run_dtype, implementation=implementation)
     if state is None:
         state = init_state(
             config,
@@ -249,7 +249,7 @@ def load_native(folder: str | Path | None = None) -> None:
 
     Raises NativeUnavailableError with the reason, such as a missing compiler.
     """
-    native.load(None if folder is None else Path(folder))
+    library.load(None if folder is None else Path(folder))
 
 
 def _check_canonical(params: Params, config: ModelConfig) -> None:

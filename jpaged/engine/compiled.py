@@ -17,6 +17,8 @@ from jpaged.core.state import EngineState, init_state
 from jpaged.model_config import ModelConfig
 from jpaged.models.prepare import prepare
 from jpaged.ops.kv_cache import init_layer_kv
+from jpaged.ops.linear import linear
+from jpaged.ops.paged_attention import paged_attention
 from jpaged.typing import Array, Int, Params, UInt32
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -79,9 +81,12 @@ def _empty_state(
     )
 
 
-def _prepare(params: Params, config: ModelConfig, dtype: str, head_dtype: str) -> Params:
+def _prepare(
+    params: Params, config: ModelConfig, dtype: str, head_dtype: str, implementation: str
+) -> Params:
+    serving = prepare(params, config, dtype, head_dtype, implementation=implementation)
     # Copies: jit would hand leaves that stay as they are through, and their owner may donate them.
-    return jax.tree.map(jnp.copy, prepare(params, config, dtype, head_dtype))
+    return jax.tree.map(jnp.copy, serving)
 
 
 empty_state = jax.jit(
@@ -100,7 +105,16 @@ empty_state = jax.jit(
 )
 admit = jax.jit(_admit, donate_argnames="state", static_argnames="window")
 release = jax.jit(_release, donate_argnames="state")
-prepare_params = jax.jit(_prepare, static_argnames=("config", "dtype", "head_dtype"))
+prepare_params = jax.jit(
+    _prepare, static_argnames=("config", "dtype", "head_dtype", "implementation")
+)
+
+# One op alone, for those who time it.
+attend = jax.jit(
+    paged_attention,
+    static_argnames=("num_decode_rows", "scale", "window", "soft_cap", "implementation"),
+)
+multiply = jax.jit(linear, static_argnames="dtype")
 
 
 class CompileClock:

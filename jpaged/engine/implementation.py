@@ -1,4 +1,4 @@
-"""Which implementation of attention an engine runs: decided once, when it starts, and logged."""
+"""Which implementation of its kernels an engine runs: decided once, when it starts, and logged."""
 
 import dataclasses
 import logging
@@ -6,7 +6,7 @@ import logging
 from jpaged.config import EngineConfig
 from jpaged.engine import compiled
 from jpaged.errors import ConfigError, NativeUnavailableError
-from jpaged.native import attention
+from jpaged.native import library
 
 logger = logging.getLogger(__name__)
 
@@ -19,12 +19,12 @@ def resolve(config: EngineConfig) -> EngineConfig:
     if config.implementation == "xla":
         return config
     try:
-        attention.load(compiled.native_folder(config.compilation_cache_dir))
+        library.load(compiled.native_folder(config.compilation_cache_dir))
     except NativeUnavailableError as reason:
         if config.implementation == "native":
             raise ConfigError(
                 f'implementation="native" can not be had: {reason}; choose auto or xla'
             ) from reason
-        logger.warning("Attention runs as XLA programs, for want of native kernels: %s", reason)
+        logger.warning("Kernels are XLA programs, for want of native ones: %s", reason)
         return dataclasses.replace(config, implementation="xla")
     return dataclasses.replace(config, implementation="native")

@@ -251,8 +251,7 @@ class LLM:
     def update_params(self, params: Params) -> None:
         """Takes new weights, a canonical tree of the same shapes. Compiles nothing, and nothing
         computed with the old weights is used again. Raises ConfigError if the tree differs."""
-        head_dtype = self._engine.config.head_dtype_for(self._dtype)
-        serving = prepare_params(params, self.model_config, self._dtype, head_dtype)
+        serving = prepare_params(params, self.model_config, self._dtype, self._engine.config)
         self._engine.update_params(serving)
 
     def reset_prefix_cache(self) -> bool:

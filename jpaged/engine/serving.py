@@ -44,11 +44,10 @@ def make_engine(
     # What a GPU has left is known only with the weights in place.
     pool = capacity.fit_pool(config, model, dtype, device) if device.platform == "cpu" else None
     started = time.perf_counter()
-    head_dtype = config.head_dtype_for(dtype)
     if params is None:
         assert isinstance(source, str | Path)
-        params = loading.load_params(source, model, dtype, head_dtype=head_dtype)
-    serving = prepare_params(params, model, dtype, head_dtype)
+        params = loading.load_params(source, model, dtype, head_dtype=config.head_dtype_for(dtype))
+    serving = prepare_params(params, model, dtype, config)
     del params
     hash_key = np.frombuffer(secrets.token_bytes(16), np.uint32)
     forward = make_forward(
@@ -71,7 +70,7 @@ def make_engine(
 
     engine = Engine(forward, serving, config, make_state, model.vocab_size)
     logger.info(
-        "Model loading took %.2f s; weights are %d bytes in %s on %s, attention is %s",
+        "Model loading took %.2f s; weights are %d bytes in %s on %s, kernels are %s",
         time.perf_counter() - started,
         param_bytes(serving),
         dtype,
@@ -113,8 +112,10 @@ def _resolve_dtype(source: ModelSource, model: ModelConfig, config: EngineConfig
     return loading.resolve_dtype(config.dtype, model.dtype, is_gguf)
 
 
-def prepare_params(params: Params, model: ModelConfig, dtype: str, head_dtype: str) -> Params:
+def prepare_params(params: Params, model: ModelConfig, dtype: str, config: EngineConfig) -> Params:
     """The serving tree of a canonical tree: copies, which the caller's own donations can not hurt.
+
+    config: resolved.
 
     Raises ConfigError if the tree is not this model's: the names or shapes that differ.
     """
@@ -129,7 +130,13 @@ def prepare_params(params: Params, model: ModelConfig, dtype: str, head_dtype: s
                 f"params{jax.tree_util.keystr(path)} has shape {jnp.shape(got)}, "
                 f"the model needs {want.shape}"
             )
-    return compiled.prepare_params(params, config=model, dtype=dtype, head_dtype=head_dtype)
+    return compiled.prepare_params(
+        params,
+        config=model,
+        dtype=dtype,
+        head_dtype=config.head_dtype_for(dtype),
+        implementation=config.implementation,
+    )
 
 
 def _difference(params: Params, expected: Params) -> str:

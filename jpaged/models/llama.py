@@ -36,7 +36,7 @@ class Linear(nnx.Module):
         self, x: Float[Array, "T D"], dtype: DTypeLike | None = None
     ) -> Float[Array, "T F"]:
         """The product, in x's dtype or the one asked for."""
-        weight = self.weight[...] if self.fused else self.weight[...].T
+        weight = self.weight.get_value() if self.fused else self.weight[...].T
         multiply = linear_by_row if self.row_invariant else linear
         y = multiply(weight, x, dtype or x.dtype)
         return y if self.bias is None else y + jnp.broadcast_to(self.bias[...], y.shape)
@@ -228,7 +228,7 @@ class CausalLM(nnx.Module):
             logits = linear(self.model.embed_tokens.weight[...].T, hidden, jnp.float32)
         else:
             # A head in float32 multiplies hidden states of any dtype as they are.
-            hidden = hidden.astype(self.lm_head.weight[...].dtype)
+            hidden = hidden.astype(self.lm_head.weight.get_value().dtype)
             logits = self.lm_head(hidden, jnp.float32)
         soft_cap = self.config.logit_soft_cap
         return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)

@@ -10,27 +10,21 @@
 // Compile without -ffast-math: NaN must stay NaN, and sums keep their order.
 
 #include <algorithm>
-#include <atomic>
-#include <condition_variable>
 #include <cstdint>
-#include <cstring>
-#include <functional>
 #include <limits>
-#include <memory>
-#include <mutex>
 #include <utility>
 #include <vector>
 
+#include "numbers.h"
+#include "share_out.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jpaged {
 
-#if defined(__AVX512F__)
-constexpr int LANES = 16, MAX_ROWS = 4;
-#elif defined(__AVX__)
-constexpr int LANES = 8, MAX_ROWS = 2;
+#if defined(__AVX__) && !defined(__AVX512F__)
+constexpr int MAX_ROWS = 2;
 #else
-constexpr int LANES = 4, MAX_ROWS = 4;
+constexpr int MAX_ROWS = 4;
 #endif
 constexpr int UNROLL = 4;      // vectors a row has in registers
 constexpr int TILE = 64;       // keys; a multiple of UNROLL * LANES
@@ -40,42 +34,6 @@ constexpr int MIN_SHARED = 256;  // tiles of rows, below which one thread does i
 constexpr float LOWEST = -1e30f;  // finite: the difference of two of them is 0, not NaN
 constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
 
-using Vec = float __attribute__((vector_size(4 * LANES)));
-using Mask = int32_t __attribute__((vector_size(4 * LANES)));
-using Word = uint32_t __attribute__((vector_size(4 * LANES)));
-#define NOINLINE __attribute__((noinline))  // one body, so one arithmetic for all who call it
-
-inline Vec load(const float* from) {
-  Vec v;
-  std::memcpy(&v, from, sizeof v);
-  return v;
-}
-inline void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
-inline Vec splat(float x) { return Vec{} + x; }
-inline Vec select(Mask mask, Vec a, Vec b) { return mask ? a : b; }
-inline Vec larger(Vec a, Vec b) { return select(a > b, a, b); }
-
-// --- storage: everything is widened to float32 when it is read ---
-
-enum class DType : int64_t { f32 = 0, bf16 = 1, f16 = 2 };
-struct BFloat16 { uint16_t bits; };
-
-inline float widen(float x) { return x; }
-inline float widen(_Float16 x) { return static_cast<float>(x); }
-inline float widen(BFloat16 x) {
-  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
-  float y;
-  std::memcpy(&y, &bits, sizeof y);
-  return y;
-}
-inline void narrow(float x, float* to) { *to = x; }
-inline void narrow(float x, _Float16* to) { *to = static_cast<_Float16>(x); }
-inline void narrow(float x, BFloat16* to) {  // to the nearest, ties to even
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  to->bits = static_cast<uint16_t>(x != x ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
 // Widens a row of C; the rest of its place becomes zeros.
 template <class T>
 inline void widen_row(const T* from, int64_t C, int64_t padded, float* to) {
@@ -83,14 +41,6 @@ inline void widen_row(const T* from, int64_t C, int64_t padded, float* to) {
   for (; c + LANES <= C; c += LANES)
     for (int64_t i = 0; i < LANES; ++i) to[c + i] = widen(from[c + i]);
   for (; c < padded; ++c) to[c] = c < C ? widen(from[c]) : 0.0f;
-}
-
-// Calls f with a null pointer of the type that `dtype` names.
-template <class F>
-void with_type(DType dtype, F f) {
-  if (dtype == DType::f32) f(static_cast<float*>(nullptr));
-  if (dtype == DType::bf16) f(static_cast<BFloat16*>(nullptr));
-  if (dtype == DType::f16) f(static_cast<_Float16*>(nullptr));
 }
 
 // --- a call: its arrays, all C-contiguous, and its rule ---
@@ -334,16 +284,9 @@ void finish_all(const Call& call, const Item& item, float* rows) {
 
 // --- an item of work ---
 
-// A thread's own memory; it grows and stays.
+// A thread's own memory.
 struct Scratch {
   std::vector<float> q, keys, values, scores, segment, merged;
-
-  // Room for `size` floats, at the beginning of a line of the processor's cache.
-  static float* room(std::vector<float>& of, int64_t size) {
-    if (static_cast<int64_t>(of.size()) < size + 16) of.resize(size + 16);
-    const auto past = reinterpret_cast<uintptr_t>(of.data()) % 64;
-    return of.data() + (64 - past) % 64 / sizeof(float);
-  }
 };
 
 // Where a tile's keys and values lie in their pools, for one head: those from `begin` to `end`.
@@ -381,9 +324,9 @@ template <class KV>
 void attend_segment(const Call& call, const Item& item, int64_t segment, const float* q,
                     Scratch& scratch, float* rows) {
   const int64_t C = call.C, padded = call.padded(), G = call.group(), num = item.num * G;
-  float* keys = Scratch::room(scratch.keys, TILE * padded);
-  float* values = Scratch::room(scratch.values, TILE * padded);
-  float* scores = Scratch::room(scratch.scores, num * TILE);
+  float* keys = room(scratch.keys, TILE * padded);
+  float* values = room(scratch.values, TILE * padded);
+  float* scores = room(scratch.scores, num * TILE);
   const auto row = [&](int64_t r) { return Row{rows + r * Row::size(padded)}; };
   for (int64_t r = 0; r < num; ++r) row(r).clear(padded);
   const int64_t live_lo = call.first_visible(item.position), live_hi = item.position + item.num;
@@ -426,7 +369,7 @@ void attend(const Call& call, const Item& item) {
   thread_local Scratch scratch;
   const int64_t padded = call.padded(), G = call.group(), num = item.num * G;
   const int64_t size = num * Row::size(padded);
-  float* q = Scratch::room(scratch.q, num * padded);
+  float* q = room(scratch.q, num * padded);
   for (int64_t r = 0; r < num; ++r) {
     const int64_t head = (item.query + r / G) * call.H + item.head * G + r % G;
     const Q* from = static_cast<const Q*>(call.q) + head * call.C;
@@ -437,8 +380,8 @@ void attend(const Call& call, const Item& item) {
       attend_segment<KV>(call, item, s, q, scratch, item.partials + (s - item.begin) * size);
     return;
   }
-  float* merged = Scratch::room(scratch.merged, size);
-  float* segment = Scratch::room(scratch.segment, size);
+  float* merged = room(scratch.merged, size);
+  float* segment = room(scratch.segment, size);
   attend_segment<KV>(call, item, item.begin, q, scratch, merged);
   for (int64_t s = item.begin + 1; s < item.end; ++s) {
     attend_segment<KV>(call, item, s, q, scratch, segment);
@@ -458,33 +401,6 @@ void merge_segments(const Call& call, const Item& item) {
 }
 
 // --- the work list ---
-
-using Schedule = std::function<void(std::function<void()>)>;  // has a task run by some thread
-
-// Runs work(i) for every i below num, here and on threads that come to help. Waits for what others
-// have begun, not for a helper that has not come: the pool may be full of callers like this one.
-void share_out(int64_t num, int64_t num_threads, const Schedule& schedule,
-               const std::function<void(int64_t)>& work) {
-  struct Shared {
-    std::atomic<int64_t> next{0}, done{0};
-    std::mutex mutex;
-    std::condition_variable is_done;
-  };
-  const auto shared = std::make_shared<Shared>();
-  const auto help = [shared, num, &work] {  // who comes too late does not touch `work`
-    for (int64_t i; (i = shared->next.fetch_add(1)) < num;) {
-      work(i);
-      if (shared->done.fetch_add(1) + 1 == num) {
-        const std::lock_guard lock(shared->mutex);
-        shared->is_done.notify_all();
-      }
-    }
-  };
-  for (int64_t i = 1; i < std::min(num, num_threads); ++i) schedule(help);
-  help();
-  std::unique_lock lock(shared->mutex);
-  shared->is_done.wait(lock, [&] { return shared->done.load() == num; });
-}
 
 // Every query that sees anything, in items of neighbours that share their tiles of keys.
 std::vector<Item> make_items(const Call& call) {

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
@@ -26,8 +27,10 @@ FLAGS = (
 _TIMEOUT_SECS = 300
 
 
-def build(source: Path, folder: Path, compilers: Sequence[str] = COMPILERS) -> Path:
-    """The library of `source` in `folder`, compiled there if it is not there yet.
+def build_all(
+    sources: Sequence[Path], folder: Path, compilers: Sequence[str] = COMPILERS
+) -> list[Path]:
+    """The libraries of some sources in `folder`, those not there yet compiled at the same time.
 
     compilers: names or paths; the first that exists is taken.
 
@@ -35,8 +38,12 @@ def build(source: Path, folder: Path, compilers: Sequence[str] = COMPILERS) -> P
     NativeUnavailableError: no compiler, it fails, or the folder can not be written.
     """
     compiler = find_compiler(compilers)
-    key = library_key(source, compiler)
-    library = folder / f"{source.stem}-{key}.so"
+    with ThreadPoolExecutor(len(sources)) as pool:
+        return list(pool.map(lambda source: _build(source, folder, compiler), sources))
+
+
+def _build(source: Path, folder: Path, compiler: str) -> Path:
+    library = folder / f"{source.stem}-{library_key(source, compiler)}.so"
     if library.is_file():
         return library
     try:
@@ -60,8 +67,9 @@ def find_compiler(compilers: Sequence[str] = COMPILERS) -> str:
 
 def library_key(source: Path, compiler: str) -> str:
     """What a library of `source` is known by: a digest of all its bits depend on."""
+    headers = sorted(source.parent.glob("*.h"))
     parts = (
-        source.read_text(),
+        *(path.read_text() for path in (source, *headers)),
         " ".join(FLAGS),
         _run([compiler, "--version"]),
         version("jaxlib"),

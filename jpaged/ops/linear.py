@@ -27,6 +27,7 @@ def linear(weight: Any, x: Float[Array, "T D"], dtype: DTypeLike) -> Float[Array
     return y.astype(dtype)
 
 
+@ft.singledispatch
 def linear_by_row(weight: Any, x: Float[Array, "T D"], dtype: DTypeLike) -> Float[Array, "T F"]:
     """`linear` whose rows have the same bits however many there are."""
     return multiply_by_row(lambda rows: linear(weight, rows, dtype), x)

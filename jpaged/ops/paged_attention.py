@@ -86,7 +86,7 @@ def paged_attention(
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)`.
         sinks: a logit per head that takes part in the softmax and has no value.
         deterministic: a query's result has the same bits in any batch, decoded or prefilled.
-        implementation: "xla", or "native" on a CPU, once `jpaged.native.attention.load` has been
+        implementation: "xla", or "native" on a CPU, once `jpaged.native.library.load` has been
             called; native results always have the same bits in any batch.
     """
     if implementation == "native":

@@ -1,4 +1,4 @@
-"""Which implementation of attention an engine runs, and that none changes what it says."""
+"""Which kernels an engine runs, and that none changes what it says."""
 
 import random
 
@@ -8,7 +8,7 @@ from jpaged import LLM
 from jpaged.config import EngineConfig, ModelConfig
 from jpaged.engine import implementation
 from jpaged.errors import ConfigError, NativeUnavailableError
-from jpaged.native import attention, build
+from jpaged.native import build, library
 from tests.engine import test_mixes as mixes
 from tests.engine.test_llm import GREEDY, PROMPTS, tiny_params, tokens_of
 from tests.models.test_model_config import LLAMA
@@ -31,7 +31,7 @@ def config():
 @pytest.fixture
 def nothing_loaded(monkeypatch):
     """As in a new process."""
-    monkeypatch.setattr(attention, "_target", None)
+    monkeypatch.setattr(library, "_targets", {})
 
 
 def run(config, **options):
@@ -68,7 +68,7 @@ def test_auto_is_native_and_the_start_up_says_so(config, caplog):
     caplog.set_level("INFO", logger="jpaged")
     with LLM(model=config, params=tiny_params(config, 0), **OPTIONS) as llm:
         assert llm.snapshot().implementation == llm.engine.config.implementation == "native"
-    assert "attention is native" in caplog.text
+    assert "kernels are native" in caplog.text
 
 
 def test_without_a_compiler_auto_is_xla_and_one_line_says_why(
@@ -79,7 +79,7 @@ def test_without_a_compiler_auto_is_xla_and_one_line_says_why(
     with LLM(model=config, params=tiny_params(config, 0), **OPTIONS) as llm:
         assert llm.snapshot().implementation == "xla"
     assert caplog.text.count("no C++ compiler") == 1
-    assert "attention is xla" in caplog.text
+    assert "kernels are xla" in caplog.text
 
 
 def refuse(folder):
@@ -87,14 +87,14 @@ def refuse(folder):
 
 
 def test_native_that_can_not_be_had_is_an_error_with_the_reason(monkeypatch):
-    monkeypatch.setattr(attention, "load", refuse)
+    monkeypatch.setattr(library, "load", refuse)
     with pytest.raises(ConfigError, match=r'"native" can not be had: can not write .*auto or xla'):
         implementation.resolve(EngineConfig(implementation="native"))
     assert implementation.resolve(EngineConfig()).implementation == "xla"
 
 
 def test_xla_compiles_no_kernel(monkeypatch):
-    monkeypatch.setattr(attention, "load", refuse)
+    monkeypatch.setattr(library, "load", refuse)
     config = EngineConfig(implementation="xla")
     assert implementation.resolve(config) is config
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jpaged.errors import NativeUnavailableError
-from jpaged.native import attention, build
+from jpaged.native import build, library
 
 FOLDER = Path(__file__).resolve().parent.parent.parent / ".cache" / "jax" / "native"
 
@@ -16,4 +16,4 @@ def load_or_skip() -> None:
         build.find_compiler()
     except NativeUnavailableError as reason:
         pytest.skip(str(reason))
-    attention.load(FOLDER)
+    library.load(FOLDER)

@@ -9,9 +9,13 @@ from pathlib import Path
 import pytest
 
 from jpaged.errors import NativeUnavailableError
-from jpaged.native import attention, build
+from jpaged.native import attention, build, library
 
 SOURCE = 'extern "C" int answer() { return 42; }\n'
+
+
+def build_one(source: Path, folder: Path, compilers=build.COMPILERS) -> Path:
+    return build.build_all([source], folder, compilers)[0]
 
 
 @pytest.fixture
@@ -26,11 +30,11 @@ def source(tmp_path: Path) -> Path:
 
 
 def test_a_library_is_compiled_once_and_runs(source, tmp_path, monkeypatch):
-    library = build.build(source, tmp_path / "kept")
+    library = build_one(source, tmp_path / "kept")
     assert ctypes.CDLL(str(library)).answer() == 42
     assert list((tmp_path / "kept").iterdir()) == [library]  # nothing half done is left
     made_at = library.stat().st_mtime_ns
-    assert build.build(source, tmp_path / "kept") == library
+    assert build_one(source, tmp_path / "kept") == library
     assert library.stat().st_mtime_ns == made_at
 
 
@@ -38,6 +42,8 @@ def test_whatever_bits_depend_on_is_in_the_name(source, monkeypatch):
     compiler = build.find_compiler()
     keys = {build.library_key(source, compiler)}
     source.write_text(SOURCE + "// changed")
+    keys.add(build.library_key(source, compiler))
+    (source.parent / "shared.h").write_text("// what it may include")
     keys.add(build.library_key(source, compiler))
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-g"))
     keys.add(build.library_key(source, compiler))
@@ -47,13 +53,14 @@ def test_whatever_bits_depend_on_is_in_the_name(source, monkeypatch):
     keys.add(build.library_key(source, compiler))
     monkeypatch.setattr(build, "_run", lambda command: "another compiler 1.0")
     keys.add(build.library_key(source, compiler))
-    assert len(keys) == 6
+    assert len(keys) == 7
 
 
 def test_processes_that_build_at_once_do_not_disturb_each_other(source, tmp_path):
     code = (
         "import sys, ctypes; from pathlib import Path; from jpaged.native import build\n"
-        "print(ctypes.CDLL(str(build.build(Path(sys.argv[1]), Path(sys.argv[2])))).answer())"
+        "library = build.build_all([Path(sys.argv[1])], Path(sys.argv[2]))[0]\n"
+        "print(ctypes.CDLL(str(library)).answer())"
     )
     command = [sys.executable, "-c", code, str(source), str(tmp_path / "kept")]
     running = [
@@ -66,7 +73,7 @@ def test_processes_that_build_at_once_do_not_disturb_each_other(source, tmp_path
 
 def test_no_compiler_is_told(source, tmp_path):
     with pytest.raises(NativeUnavailableError, match=r"no C\+\+ compiler.*no-such"):
-        build.build(source, tmp_path, ["no-such"])
+        build_one(source, tmp_path, ["no-such"])
 
 
 def test_a_compiler_that_does_not_run_or_fails_is_told(source, tmp_path):
@@ -74,35 +81,35 @@ def test_a_compiler_that_does_not_run_or_fails_is_told(source, tmp_path):
     broken.write_text("not a program")
     broken.chmod(0o755)
     with pytest.raises(NativeUnavailableError, match="broken does not run"):
-        build.build(source, tmp_path, [str(broken)])
+        build_one(source, tmp_path, [str(broken)])
     failing = tmp_path / "failing"
     failing.write_text("#!/bin/sh\necho 'error: out of order' >&2\nexit 1\n")
     failing.chmod(0o755)
     with pytest.raises(NativeUnavailableError, match="error: out of order"):
-        build.build(source, tmp_path, [str(failing)])
+        build_one(source, tmp_path, [str(failing)])
     source.write_text("this is no C++")
     with pytest.raises(NativeUnavailableError, match="error:"):
-        build.build(source, tmp_path)
+        build_one(source, tmp_path)
 
 
 def test_a_folder_that_can_not_be_written_is_told(source, tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(NativeUnavailableError, match="can not write"):
-        build.build(source, tmp_path / "file" / "folder")
+        build_one(source, tmp_path / "file" / "folder")
 
 
 @pytest.mark.parametrize("contents", [b"no library", None])
 def test_a_library_that_does_not_load_is_told(contents, source, tmp_path):
     """Damaged, or whole but without the kernel."""
-    library = tmp_path / "damaged.so" if contents else build.build(source, tmp_path / "kept")
+    damaged = tmp_path / "damaged.so" if contents else build_one(source, tmp_path / "kept")
     if contents:
-        library.write_bytes(contents)
+        damaged.write_bytes(contents)
     with pytest.raises(NativeUnavailableError, match="does not load"):
-        attention._register(library)
+        library._register(damaged, "jpaged_attention")
 
 
 def test_kernels_that_were_not_loaded_are_told(monkeypatch):
-    monkeypatch.setattr(attention, "_target", None)
+    monkeypatch.setattr(library, "_targets", {})
     with pytest.raises(NativeUnavailableError, match="not loaded"):
         attention.attend(*[None] * 3, **dict.fromkeys(ATTEND_OPTIONS))
 
@@ -113,18 +120,19 @@ ATTEND_OPTIONS = (
 )
 
 
-def test_nothing_is_kept_where_no_folder_is_given(source, tmp_path, monkeypatch):
-    built = []
+def test_nothing_is_kept_where_no_folder_is_given(tmp_path, monkeypatch):
+    folders = []
 
-    def register(library: Path) -> str:
-        assert library.is_file()
-        built.append(library)
-        return "target"
+    def build_all(sources: list[Path], folder: Path, compilers: object) -> list[Path]:
+        assert folder.is_dir()
+        folders.append(folder)
+        return sources
 
-    monkeypatch.setattr(attention, "_target", None)
-    monkeypatch.setattr(attention, "SOURCE", source)
-    monkeypatch.setattr(attention, "_register", register)
-    attention.load(None)
-    attention.load(None)  # once a process
-    assert len(built) == 1
-    assert not built[0].parent.exists()
+    monkeypatch.setattr(library, "_targets", {})
+    monkeypatch.setattr(build, "build_all", build_all)
+    monkeypatch.setattr(library, "_register", lambda path, symbol: symbol)
+    library.load(None)
+    library.load(None)  # once a process
+    assert len(folders) == 1
+    assert not folders[0].exists()
+    assert library.target("matmul") == "jpaged_matmul"

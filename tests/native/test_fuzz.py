@@ -8,9 +8,10 @@ import jax
 import pytest
 
 from jpaged.errors import NativeUnavailableError
-from jpaged.native import attention, build
+from jpaged.native import build
 
 HERE = Path(__file__).parent
+FOLDER = Path(build.__file__).parent
 SANITIZERS = {
     "memory": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "threads": ["-fsanitize=thread"],
@@ -23,7 +24,7 @@ def compile_harness(source: Path, made: Path, flags: list[str]) -> None:
     except NativeUnavailableError as reason:
         pytest.skip(str(reason))
     own = [flag for flag in build.FLAGS if flag not in ("-shared", "-O3")]
-    folders = [f"-I{jax.ffi.include_dir()}", f"-I{attention.SOURCE.parent}"]
+    folders = [f"-I{jax.ffi.include_dir()}", f"-I{FOLDER}"]
     command = [compiler, *own, "-O1", "-g", *flags, *folders, str(source), "-o", str(made)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -55,7 +56,7 @@ def test_random_calls(kind: str, tmp_path: Path):
 )
 def test_the_harness_sees_wrong_reads(was: str, becomes: str, tmp_path: Path):
     """The control: the same calls with a bug in the kernel."""
-    kernel = attention.SOURCE.read_text()
+    kernel = (FOLDER / "attention.cpp").read_text()
     assert kernel.count(was) == 1
     (tmp_path / "attention.cpp").write_text(kernel.replace(was, becomes))
     (tmp_path / "fuzz.cpp").write_text((HERE / "fuzz.cpp").read_text())

@@ -1,0 +1,137 @@
+// Products with weights of 8 and 4 bits on the int8 units of a processor with tiles (AMX).
+
+#pragma once
+
+#include <cmath>
+
+#include "tiles.h"
+
+#if HAS_TILES
+
+namespace jpaged::tiles {
+
+constexpr int LARGEST = 127 * 128;  // of a row's integers, which are 128 * high + low
+constexpr int INT_ROWS = BLOCK / 2;  // rows that are multiplied together: each is two
+
+inline void reserve_integers(const Product& p, Rows& rows) {
+  room(rows.integers, p.T * 2 * p.padded_depth());
+  room(rows.scales, p.T * p.num_steps());
+  room(rows.sums, p.T * p.num_steps());
+}
+
+inline void make_integers(const Product& p, Rows& rows, int64_t t) {
+  thread_local std::vector<float> own;
+  const int64_t stride = p.padded_depth();
+  float* row = room(own, stride);
+  int8_t* high = start(rows.integers) + t * 2 * stride;
+  widen_row(p, t, row);
+  for (int64_t s = 0; s < p.num_steps(); ++s, row += DEPTH, high += DEPTH) {
+    float peak = 0, total = 0;  // the total is NaN if any number is not finite, else 0
+    for (int d = 0; d < DEPTH; ++d) {
+      peak = std::fabs(row[d]) > peak ? std::fabs(row[d]) : peak;
+      total += row[d] * 0.0f;
+    }
+    const bool is_zero = peak < 1e-30f || total != 0;
+    const float factor = is_zero ? 0 : LARGEST / peak;
+    int sum = 0;
+    for (int d = 0; d < DEPTH; ++d) {
+      const int number = is_zero ? 0 : static_cast<int>(std::nearbyintf(row[d] * factor));
+      const int rounded = (number + 64) >> 7;
+      high[d] = static_cast<int8_t>(rounded);
+      high[stride + d] = static_cast<int8_t>(number - rounded * 128);
+      sum += number;
+    }
+    const int64_t at = t * p.num_steps() + s;
+    start(rows.scales)[at] = is_zero ? total : peak / LARGEST;
+    start(rows.sums)[at] = static_cast<float>(sum);
+  }
+}
+
+inline Vec widen_halves(const _Float16* from) {
+  _Float16 __attribute__((vector_size(2 * LANES))) halves;
+  std::memcpy(&halves, from, sizeof halves);
+  return __builtin_convertvector(halves, Vec);
+}
+
+// A step of 4-bit numbers as one of 8 bits.
+inline void unpack(const uint8_t* from, int8_t* to) {
+  for (int i = 0; i < DEPTH / 8; ++i, from += 4 * PANEL, to += 8 * PANEL)
+    for (int at = 0; at < 4 * PANEL; ++at) {
+      to[at] = static_cast<int8_t>(from[at] & 15);
+      to[4 * PANEL + at] = static_cast<int8_t>(from[at] >> 4);
+    }
+}
+
+// sums[num][PANEL] of `num` rows, at most INT_ROWS, with a panel.
+template <Kind KIND>
+void multiply_integers(const Product& p, const Rows& rows, int64_t panel, int64_t t, int num,
+                       float* sums) {
+  constexpr bool IS_HALF = KIND == Kind::i4;
+  constexpr int BYTES = DEPTH * PANEL / (IS_HALF ? 2 : 1);
+  alignas(64) static thread_local int32_t products[2][BLOCK * PANEL];
+  alignas(64) static thread_local int8_t unpacked[DEPTH * PANEL];
+  const int64_t stride = p.padded_depth(), num_steps = p.num_steps();
+  const bool is_tall = 2 * num > SIDE;
+  const int8_t* x = start(rows.integers) + t * 2 * stride;
+  const int8_t* weight = p.panel<int8_t>(panel, IS_HALF ? 2 : 1);
+  std::fill_n(sums, num * PANEL, 0.0f);
+  for (int64_t s = 0; s < num_steps; ++s, weight += BYTES) {
+    prefetch(weight, BYTES);
+    if (IS_HALF) unpack(reinterpret_cast<const uint8_t*>(weight), unpacked);
+    const int8_t* numbers = IS_HALF ? unpacked : weight;
+    int32_t* product = products[s % 2];
+    _tile_loadd(6, numbers, 4 * PANEL);
+    _tile_loadd(7, numbers + ROW_BYTES, 4 * PANEL);
+    _tile_loadd(4, x + s * DEPTH, stride);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_dpbssd(0, 4, 6);
+    _tile_dpbssd(1, 4, 7);
+    _tile_stored(0, product, 4 * PANEL);
+    _tile_stored(1, product + SIDE, 4 * PANEL);
+    if (is_tall) {
+      _tile_loadd(5, x + SIDE * stride + s * DEPTH, stride);
+      _tile_zero(2);
+      _tile_zero(3);
+      _tile_dpbssd(2, 5, 6);
+      _tile_dpbssd(3, 5, 7);
+      _tile_stored(2, product + SIDE * PANEL, 4 * PANEL);
+      _tile_stored(3, product + SIDE * PANEL + SIDE, 4 * PANEL);
+    }
+    const int64_t first = (panel * num_steps + s) * PANEL;
+    for (int c = 0; c < PANEL; c += LANES) {
+      const Vec scale = widen_halves(p.scales + first + c);
+      const Vec min = IS_HALF ? widen_halves(p.mins + first + c) : Vec{};
+      for (int r = 0; r < num; ++r) {
+        const int64_t at = (t + r) * num_steps + s;
+        Mask high, low;
+        std::memcpy(&high, product + 2 * r * PANEL + c, sizeof high);
+        std::memcpy(&low, product + (2 * r + 1) * PANEL + c, sizeof low);
+        Vec sum = __builtin_convertvector(high * 128 + low, Vec) * scale;
+        if (IS_HALF) sum += start(rows.sums)[at] * min;
+        float* to = sums + r * PANEL + c;
+        store(to, load(to) + sum * start(rows.scales)[at]);
+      }
+    }
+  }
+}
+
+inline void multiply_panel_of_integers(const Product& p, const Rows& rows, int64_t panel, int64_t t,
+                                int64_t end) {
+  thread_local std::vector<float> own;
+  float* sums = room(own, INT_ROWS * PANEL);
+  Shapes shapes;
+  for (; t < end; t += INT_ROWS) {
+    const int num = static_cast<int>(std::min<int64_t>(INT_ROWS, end - t));
+    shapes.set(2 * num, DEPTH);
+    if (p.kind == Kind::i8)
+      multiply_integers<Kind::i8>(p, rows, panel, t, num, sums);
+    else
+      multiply_integers<Kind::i4>(p, rows, panel, t, num, sums);
+    put(p, t, num, panel, sums);
+  }
+}
+
+}  // namespace jpaged::tiles
+
+#endif

@@ -1,0 +1,98 @@
+// Products of a few or many rows with a packed weight on a CPU, called by XLA.
+//
+// A weight stands in panels of PANEL outputs, each one stream of memory, cut into steps of DEPTH
+// inputs; `jpaged.ops.packed` says what stands where. A task multiplies some rows with one panel.
+// Where the processor has tiles (AMX), products run on its bfloat16 and int8 units, elsewhere as
+// float32 vectors:
+//
+// - bfloat16 rows and weights are multiplied as they are, and summed in float32.
+// - float32 rows and weights are cut into three bfloat16 each, which hold all of their 24 bits. Of
+//   the nine products the six largest count: what is left out is below 2^-22 of a product.
+// - Rows for int8 and int4 weights become 15-bit integers with a scale for each step; two int8 hold
+//   one. A step's sum is exact; scaled, it is added up in float32.
+//
+// A row's bits depend on nothing but the row and the weight: each of its sums is one chain over the
+// steps, whatever rows are beside it.
+
+#include "integer_tiles.h"
+#include "product.h"
+#include "share_out.h"
+#include "tiles.h"
+#include "vectors.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jpaged {
+
+constexpr int TASK_ROWS = 256;  // rows of a task; a multiple of BLOCK
+constexpr int64_t MIN_SHARED = 200'000;  // multiplications, below which one thread does it all
+
+// A way to multiply: room for all rows, one row made ready, some rows times a panel.
+struct Form {
+  void (*reserve)(const Product&, Rows&);
+  void (*make_ready)(const Product&, Rows&, int64_t t);
+  void (*multiply_panel)(const Product&, const Rows&, int64_t panel, int64_t t, int64_t end);
+};
+
+Form choose_form([[maybe_unused]] const Product& p) {
+#if HAS_TILES
+  const bool is_bf16 = p.kind == Kind::bf16 && p.x_dtype == DType::bf16;
+  if (tiles::is_allowed() && (is_bf16 || p.kind == Kind::f32))
+    return {tiles::reserve, tiles::make_ready, tiles::multiply_panel};
+  if (tiles::is_allowed() && (p.kind == Kind::i8 || p.kind == Kind::i4))
+    return {tiles::reserve_integers, tiles::make_integers, tiles::multiply_panel_of_integers};
+#endif
+  return {vectors::reserve, vectors::make_ready, vectors::multiply_panel};
+}
+
+void run(const Product& p, int64_t num_threads, const Schedule& schedule) {
+  thread_local Rows own;
+  Rows& rows = own;  // this thread's, also where others work on them
+  const Form form = choose_form(p);
+  form.reserve(p, rows);
+  if (p.T * p.D * p.F < MIN_SHARED) num_threads = 1;
+  const int64_t num_blocks = (p.T + BLOCK - 1) / BLOCK;
+  share_out(num_blocks, num_threads, schedule, [&](int64_t i) {
+    for (int64_t t = i * BLOCK; t < std::min(p.T, (i + 1) * BLOCK); ++t) form.make_ready(p, rows, t);
+  });
+  const int64_t num_panels = p.num_panels(), num_parts = (p.T + TASK_ROWS - 1) / TASK_ROWS;
+  share_out(num_panels * num_parts, num_threads, schedule, [&](int64_t i) {
+    const int64_t t = i / num_panels * TASK_ROWS;
+    form.multiply_panel(p, rows, i % num_panels, t, std::min<int64_t>(t + TASK_ROWS, p.T));
+  });
+}
+
+}  // namespace jpaged
+
+// --- XLA's side ---
+
+namespace ffi = xla::ffi;
+
+static jpaged::DType dtype_of(ffi::DataType dtype) {
+  if (dtype == ffi::DataType::BF16) return jpaged::DType::bf16;
+  return dtype == ffi::DataType::F16 ? jpaged::DType::f16 : jpaged::DType::f32;
+}
+
+static ffi::Error multiply(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight,
+                           ffi::Buffer<ffi::F16> scales, ffi::Buffer<ffi::F16> mins,
+                           ffi::Result<ffi::AnyBuffer> out, int64_t kind) {
+  jpaged::Product p{};
+  p.x = x.untyped_data(), p.weight = weight.untyped_data(), p.out = out->untyped_data();
+  p.scales = reinterpret_cast<const _Float16*>(scales.typed_data());
+  p.mins = reinterpret_cast<const _Float16*>(mins.typed_data());
+  p.T = x.dimensions()[0], p.D = x.dimensions()[1], p.F = out->dimensions()[1];
+  p.x_dtype = dtype_of(x.element_type()), p.out_dtype = dtype_of(out->element_type());
+  p.kind = static_cast<jpaged::Kind>(kind);
+  jpaged::run(p, pool.num_threads(),
+              [&](std::function<void()> task) { pool.Schedule(std::move(task)); });
+  return ffi::Error::Success();
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_matmul, multiply,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F16>>()
+                                  .Arg<ffi::Buffer<ffi::F16>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("kind"));

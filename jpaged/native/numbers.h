@@ -1,0 +1,85 @@
+// Vectors of float32, and the types that numbers are stored in.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace jpaged {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+using Vec = float __attribute__((vector_size(4 * LANES)));
+using Mask = int32_t __attribute__((vector_size(4 * LANES)));
+using Word = uint32_t __attribute__((vector_size(4 * LANES)));
+#define NOINLINE __attribute__((noinline))  // one body, so one arithmetic for all who call it
+
+inline Vec load(const float* from) {
+  Vec v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+inline void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
+inline Vec splat(float x) { return Vec{} + x; }
+inline Vec select(Mask mask, Vec a, Vec b) { return mask ? a : b; }
+inline Vec larger(Vec a, Vec b) { return select(a > b, a, b); }
+
+// --- storage: everything is widened to float32 when it is read ---
+
+enum class DType : int64_t { f32 = 0, bf16 = 1, f16 = 2 };
+struct BFloat16 { uint16_t bits; };
+
+inline float widen(float x) { return x; }
+inline float widen(_Float16 x) { return static_cast<float>(x); }
+inline float widen(BFloat16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float y;
+  std::memcpy(&y, &bits, sizeof y);
+  return y;
+}
+inline void narrow(float x, float* to) { *to = x; }
+inline void narrow(float x, _Float16* to) { *to = static_cast<_Float16>(x); }
+inline void narrow(float x, BFloat16* to) {  // to the nearest, ties to even
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  to->bits = static_cast<uint16_t>(x != x ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+
+// Calls f with a null pointer of the type that `dtype` names.
+template <class F>
+void with_type(DType dtype, F f) {
+  if (dtype == DType::f32) f(static_cast<float*>(nullptr));
+  if (dtype == DType::bf16) f(static_cast<BFloat16*>(nullptr));
+  if (dtype == DType::f16) f(static_cast<_Float16*>(nullptr));
+}
+
+// The first number of a vector that stands at the beginning of a line of the processor's cache.
+template <class T>
+T* start(std::vector<T>& of) {
+  constexpr uintptr_t LINE = 64;
+  const uintptr_t past = reinterpret_cast<uintptr_t>(of.data()) % LINE;
+  return of.data() + (LINE - past) % LINE / sizeof(T);
+}
+template <class T>
+const T* start(const std::vector<T>& of) {
+  return start(const_cast<std::vector<T>&>(of));
+}
+
+// Room for `size` numbers, at `start`, in a vector that grows and stays.
+template <class T>
+T* room(std::vector<T>& of, int64_t size) {
+  const size_t needed = size + 64 / sizeof(T);
+  if (of.size() < needed) of.resize(needed);
+  return start(of);
+}
+
+}  // namespace jpaged

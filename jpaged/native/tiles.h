@@ -1,0 +1,187 @@
+// Products on the bfloat16 units of a processor with tiles (AMX).
+
+#pragma once
+
+// JPAGED_NO_TILES: for tests of the other form, on a processor that has them.
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && \
+    defined(__AVX512F__) && defined(__linux__) && !defined(JPAGED_NO_TILES)
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#define HAS_TILES 1
+#else
+#define HAS_TILES 0
+#endif
+
+#include <algorithm>
+
+#include "product.h"
+
+#if HAS_TILES
+
+namespace jpaged::tiles {
+
+constexpr int SIDE = 16;      // rows of a tile, and its float32 or int32 columns
+constexpr int ROW_BYTES = 64;
+constexpr int PREFETCH = 8192;  // bytes ahead of the weights being read
+
+// Linux lets a process use tiles once it has asked.
+inline bool is_allowed() {
+  constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+  static const bool allowed = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+  return allowed;
+}
+
+// The shapes of this thread's eight tiles, until the end of the scope.
+class Shapes {
+ public:
+  // For sums of `num` rows in tiles 0 to 3, rows of `x_bytes` in 4 and 5, and weights in 6 and 7.
+  void set(int num, int x_bytes) {
+    if (num == current_) return;
+    current_ = num;
+    struct alignas(64) Config {
+      uint8_t palette, start, reserved[14];
+      uint16_t bytes[16];
+      uint8_t rows[16];
+    } config{};
+    config.palette = 1;
+    const int upper = std::min(num, SIDE), lower = std::max(num - SIDE, 1);
+    const int weights = x_bytes / 4;  // a tile's row is four bytes of an input for each output
+    const int rows[8] = {upper, upper, lower, lower, upper, lower, weights, weights};
+    for (int i = 0; i < 8; ++i) {
+      config.rows[i] = static_cast<uint8_t>(rows[i]);
+      config.bytes[i] = static_cast<uint16_t>(i == 4 || i == 5 ? x_bytes : ROW_BYTES);
+    }
+    _tile_loadconfig(&config);
+  }
+  ~Shapes() { _tile_release(); }
+
+ private:
+  int current_ = 0;
+};
+
+inline void prefetch(const void* from, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64)
+    _mm_prefetch(static_cast<const char*>(from) + PREFETCH + at, _MM_HINT_T0);
+}
+
+// Which cuts of rows and weights are multiplied, the smallest first.
+struct Term { int x, weight; };
+constexpr Term ONE[] = {{0, 0}}, SIX[] = {{0, 2}, {1, 1}, {0, 1}, {2, 0}, {1, 0}, {0, 0}};
+
+// sums[num][PANEL] = rows times a panel of pairs. x, weight: their first cut, and from cut to cut.
+template <const auto& TERMS>
+void multiply_pairs(const uint16_t* x, int64_t x_cut, int64_t stride, const uint16_t* weight,
+                    int64_t weight_cut, int64_t num_steps, int num, float* sums) {
+  const bool is_tall = num > SIDE;
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t s = 0; s < num_steps; ++s) {
+    int x_loaded = -1, weight_loaded = -1;
+#pragma GCC unroll 6
+    for (const Term term : TERMS) {
+      const uint16_t* a = x + term.x * x_cut + s * DEPTH;
+      const uint16_t* b = weight + term.weight * weight_cut + s * DEPTH * PANEL;
+      if (weight_loaded != term.weight) {
+        _tile_loadd(6, b, 2 * ROW_BYTES);
+        _tile_loadd(7, b + DEPTH, 2 * ROW_BYTES);
+        if (!is_tall) prefetch(b, DEPTH * PANEL * 2);
+      }
+      if (x_loaded != term.x) {
+        _tile_loadd(4, a, stride * 2);
+        if (is_tall) _tile_loadd(5, a + SIDE * stride, stride * 2);
+      }
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+      if (is_tall) {
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+      x_loaded = term.x, weight_loaded = term.weight;
+    }
+  }
+  constexpr int STRIDE = PANEL * 4;
+  _tile_stored(0, sums, STRIDE);
+  _tile_stored(1, sums + SIDE, STRIDE);
+  if (is_tall) {
+    _tile_stored(2, sums + SIDE * PANEL, STRIDE);
+    _tile_stored(3, sums + SIDE * PANEL + SIDE, STRIDE);
+  }
+}
+
+inline uint32_t bits_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+inline float high_part(float x) {
+  const uint32_t bits = bits_of(x) & 0xffff0000u;
+  float y;
+  std::memcpy(&y, &bits, sizeof y);
+  return y;
+}
+
+// Whether the rows are as tiles want them.
+inline bool are_ready(const Product& p) { return p.kind == Kind::bf16 && p.D % DEPTH == 0; }
+
+inline void reserve(const Product& p, Rows& rows) {
+  if (!are_ready(p)) room(rows.planes, p.T * p.padded_depth() * (p.kind == Kind::f32 ? 3 : 1));
+}
+
+// Cuts a row into bfloat16.
+inline void make_ready(const Product& p, Rows& rows, int64_t t) {
+  if (are_ready(p)) return;
+  thread_local std::vector<float> own;
+  const int64_t stride = p.padded_depth(), cut = p.T * stride;
+  float* row = room(own, stride);
+  uint16_t* to = start(rows.planes) + t * stride;
+  widen_row(p, t, row);
+  for (int64_t d = 0; d < stride; ++d) to[d] = static_cast<uint16_t>(bits_of(row[d]) >> 16);
+  if (p.kind != Kind::f32) return;
+  for (int64_t d = 0; d < stride; ++d) {
+    const float second = row[d] - high_part(row[d]), third = second - high_part(second);
+    to[cut + d] = static_cast<uint16_t>(bits_of(second) >> 16);
+    to[2 * cut + d] = static_cast<uint16_t>(bits_of(third) >> 16);
+  }
+}
+
+// A float32 panel as three of pairs.
+inline void cut_panel(const float* from, int64_t depth, uint16_t* to) {
+  const int64_t cut = depth * PANEL;
+  for (int64_t d = 0; d < depth; d += 2, from += 2 * PANEL, to += 2 * PANEL)
+    for (int c = 0; c < PANEL; ++c)
+      for (int i = 0; i < 2; ++i) {
+        const float first = from[i * PANEL + c], second = first - high_part(first);
+        to[2 * c + i] = static_cast<uint16_t>(bits_of(first) >> 16);
+        to[cut + 2 * c + i] = static_cast<uint16_t>(bits_of(second) >> 16);
+        to[2 * cut + 2 * c + i] = static_cast<uint16_t>(bits_of(second - high_part(second)) >> 16);
+      }
+}
+
+inline void multiply_panel(const Product& p, const Rows& rows, int64_t panel, int64_t t, int64_t end) {
+  thread_local std::vector<float> own;
+  thread_local std::vector<uint16_t> cuts;
+  const int64_t stride = p.padded_depth(), size = stride * PANEL;
+  float* sums = room(own, BLOCK * PANEL);
+  const bool is_single = p.kind == Kind::bf16;
+  const uint16_t* weight = is_single ? p.panel<uint16_t>(panel) : room(cuts, 3 * size);
+  if (!is_single) cut_panel(p.panel<float>(panel), stride, start(cuts));
+  const auto* x = are_ready(p) ? static_cast<const uint16_t*>(p.x) : start(rows.planes);
+  Shapes shapes;
+  for (; t < end; t += BLOCK) {
+    const int num = static_cast<int>(std::min<int64_t>(BLOCK, end - t));
+    shapes.set(num, DEPTH * 2);
+    if (is_single)
+      multiply_pairs<ONE>(x + t * stride, 0, stride, weight, 0, p.num_steps(), num, sums);
+    else
+      multiply_pairs<SIX>(x + t * stride, p.T * stride, stride, weight, size, p.num_steps(), num,
+                          sums);
+    put(p, t, num, panel, sums);
+  }
+}
+
+}  // namespace jpaged::tiles
+
+#endif
