@@ -18,7 +18,8 @@ from typing import Any
 
 from jpaged import LLM
 from jpaged.bench.machine import LoadClock
-from jpaged.bench.throughput import WorkItem, read_workload, setting
+from jpaged.bench.report import setting
+from jpaged.bench.workload import WorkItem, read_workload
 
 DRAWN = {"temperature": 1.0, "seed": 1}
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 import jpaged
+from jpaged.bench.commands import add_benches
 from jpaged.cli_options import (
     BAD_INPUT,
     ENGINE_NAMES,
@@ -26,9 +27,7 @@ from jpaged.cli_options import (
     add_plan_options,
     add_prompt_options,
     add_sampling_options,
-    add_workload_options,
     given,
-    positive,
     read_size,
 )
 from jpaged.config import CacheConfig, EngineConfig
@@ -84,15 +83,8 @@ def _parser() -> argparse.ArgumentParser:
 
     bench = commands.add_parser("bench", help="measure speed and memory")
     benches = bench.add_subparsers(required=True, metavar="WHAT")
-    throughput = benches.add_parser("throughput", help="tokens/s of a workload, as a line of JSON")
-    throughput.set_defaults(run=_bench_throughput)
-    throughput.add_argument("--reps", type=positive, default=1, help="measured runs (default 1)")
-    memory = benches.add_parser("memory", help="waste and sharing of the KV cache, as JSON")
-    memory.set_defaults(run=_bench_memory)
-    memory.add_argument("--beam-width", type=positive, help="beam searches instead of samples")
-    for parsed in (throughput, memory):
-        add_workload_options(parsed)
-        add_engine_options(parsed)
+    bench.set_defaults(run=_bench)
+    add_benches(benches)
     return parser
 
 
@@ -273,38 +265,17 @@ def _device_bytes(name: str) -> int:
 # --- bench ---
 
 
-def _bench_throughput(args: argparse.Namespace, started: float) -> None:
+def _bench(args: argparse.Namespace, started: float) -> None:
     del started
-    options = _bench_options(args)
-    from jpaged.bench.throughput import measure, read_workload
-
-    workload = read_workload(args.workload, args.limit)
-    _print_result(args, measure(args.model, workload, reps=args.reps, options=options))
-
-
-def _bench_memory(args: argparse.Namespace, started: float) -> None:
-    del started
-    options = _bench_options(args)
-    from jpaged.bench.memory import measure
-    from jpaged.bench.throughput import read_workload
-
-    workload = read_workload(args.workload, args.limit)
-    _print_result(args, measure(args.model, workload, beam_width=args.beam_width, options=options))
-
-
-def _bench_options(args: argparse.Namespace) -> dict[str, Any]:
     options = given(args, ENGINE_NAMES)
     EngineConfig.from_options(**options)
     _let_allocator_have(options)
-    return options
-
-
-def _print_result(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    line = json.dumps({"workload": args.workload.stem, **result})
-    print(line, flush=True)
-    if args.json_out is not None:
-        with args.json_out.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+    for result in args.measure(args, options):
+        line = json.dumps({"workload": args.workload and args.workload.stem, **result})
+        print(line, flush=True)
+        if args.json_out is not None:
+            with args.json_out.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
 
 
 # --- the process ---

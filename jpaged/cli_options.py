@@ -21,6 +21,7 @@ ENGINE_NAMES = {field.name for field in dataclasses.fields(EngineConfig)} - {"ca
     field.name for field in dataclasses.fields(CacheConfig)
 }
 SAMPLING_NAMES = {field.name for field in dataclasses.fields(SamplingParams)} - {"seed"}
+GOALS = ("ttft", "tpot", "e2el")  # latencies, in vLLM's words
 _FACTORS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -84,11 +85,18 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     _add(group, "--ignore-eos", None, "go on after the end of sequence", action="store_true")
 
 
-def add_workload_options(parser: argparse.ArgumentParser) -> None:
-    """What a benchmark runs, and where its line of JSON goes besides stdout."""
+def add_workload_options(parser: argparse.ArgumentParser, *, is_required: bool) -> None:
+    """What a benchmark runs, and where its line of JSON goes besides stdout. is_required: a
+    workload; without one there are random prompts."""
     parser.add_argument("--model", required=True, help="a Hugging Face directory or GGUF file")
-    parser.add_argument("--workload", required=True, type=Path, help="a .jsonl file")
+    fallback = "" if is_required else " (default: random prompts)"
+    parser.add_argument(
+        "--workload", required=is_required, type=Path, help=f"a .jsonl file{fallback}"
+    )
     parser.add_argument("--limit", type=positive, help="only the first requests")
+    parser.add_argument(
+        "--output-len", type=positive, help="tokens of every output, whatever the workload says"
+    )
     parser.add_argument("--json-out", type=output_path, help="append the line to this file")
 
 
@@ -106,7 +114,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     _add(group, "--seed", int, "seeds all draws")
     _add(group, "--num-decode-steps", int, "tokens made on the device between two plans")
     _add(group, "--deterministic", None, "the same bits in any batch", action="store_true")
-    _add(group, "--implementation", str, "of attention: auto, xla, or native (a CPU)")
+    _add(group, "--implementation", str, "of attention and products: auto, xla, or native (a CPU)")
     _add(group, "--compilation-cache-dir", str, "for compiled programs; '' keeps none")
 
 
@@ -204,6 +212,27 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {text!r}")
     return int(text)
+
+
+def read_rate(text: str) -> float:
+    """A number above 0, or inf."""
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not rate > 0:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, or inf, got {text!r}")
+    return rate
+
+
+def read_goal(text: str) -> tuple[str, float]:
+    """A latency and the most that it may be, such as ttft:500, in ms."""
+    name, _, limit = text.partition(":")
+    if name not in GOALS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no goal; write NAME:MS, with {', '.join(GOALS)} for NAME"
+        )
+    return name, read_rate(limit)
 
 
 def generation_source(text: str) -> str:

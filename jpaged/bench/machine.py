@@ -31,6 +31,17 @@ def peak_rss_mib() -> float:
     return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
 
 
+def seconds_since_process_start() -> float | None:
+    """Since the system started this process, so that the interpreter's start and imports count."""
+    stat, uptime = Path("/proc/self/stat"), Path("/proc/uptime")
+    if not (stat.exists() and uptime.exists()):
+        return None
+    # The program's name, in brackets, may hold spaces; the start is the 20th field after it.
+    fields = stat.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+    started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return float(uptime.read_text(encoding="ascii").split()[0]) - started
+
+
 class LoadClock:
     """Between enter and exit: wall seconds, and the share of the machine's processor time that
     this process (`own_share`) and all others (`other_share`) took."""

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jpaged import LLM, BeamSearchParams
-from jpaged.bench.throughput import WorkItem, setting
+from jpaged.bench.report import setting
+from jpaged.bench.workload import WorkItem
 from jpaged.engine.usage import UsageMeter
 
 
