@@ -21,7 +21,10 @@ from jpaged.bench.machine import LoadClock
 from jpaged.config import EngineConfig
 from jpaged.engine import compiled, implementation
 from jpaged.model_config import ModelConfig
+from jpaged.models.prepare import param_bytes
+from jpaged.ops.grouped import quantize
 from jpaged.ops.kv_cache import LayerKV, init_layer_kv, write_kv
+from jpaged.ops.packed import pack
 
 COLD_BYTES = 64 * 2**20  # what the calls of a case read before they read the same again
 _MAX_COPIES = 64
@@ -98,15 +101,15 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Times every case, `reps` calls of each implementation. Yields figures that JSON can hold.
 
-    ms: the median call. gb_per_s, gflop_per_s: what a call must read and write, and compute, by it.
+    ms: the median call. gb_per_s, gflop_per_s: what a call must read and write, and compute, by
+    it. times_as_fast: as XLA's form.
     """
     names = _implementations()
     for case in cases:
         yield _measure_attention(shape, case, names, dtype, reps, cold_bytes)
     for name, size in shape.weights.items():
-        for rows in num_rows:
-            if name != "head" or rows <= _MOST_HEAD_ROWS:
-                yield _measure_product(name, size, rows, dtype, reps, cold_bytes)
+        rows = [n for n in num_rows if name != "head" or n <= _MOST_HEAD_ROWS]
+        yield from _measure_products(name, size, rows, names, dtype, reps, cold_bytes)
 
 
 def _implementations() -> list[str]:
@@ -160,7 +163,7 @@ def _measure_attention(
         **_figures(
             forms,
             reps,
-            num_bytes=kv_bytes + 2 * q.size * itemsize,
+            num_bytes=dict.fromkeys(names, kv_bytes + 2 * q.size * itemsize),
             num_flops=4 * H * C * case.num_pairs,
         ),
     }
@@ -193,33 +196,47 @@ def _paged(
 # --- products ---
 
 
-def _measure_product(
-    name: str, size: tuple[int, int], rows: int, dtype: str, reps: int, cold_bytes: int
-) -> dict[str, Any]:
+def _ways_to_hold(weight: jax.Array, names: Sequence[str]) -> dict[str, Any]:
+    """A weight by implementation: its type chooses the arithmetic."""
+    if "native" not in names:
+        return {"xla": weight}
+    quantized = {f"native {bits}": pack(quantize(weight, bits)) for bits in ("int8", "int4")}
+    return {"xla": weight, "native": pack(weight), **quantized}
+
+
+def _measure_products(
+    name: str,
+    size: tuple[int, int],
+    num_rows: Sequence[int],
+    names: Sequence[str],
+    dtype: str,
+    reps: int,
+    cold_bytes: int,
+) -> Iterator[dict[str, Any]]:
     D, F = size
     itemsize = jnp.dtype(dtype).itemsize
-    x = jax.random.normal(jax.random.key(0), (rows, D), jnp.dtype(dtype))
     weight = jax.random.normal(jax.random.key(1), size, jnp.dtype(dtype))
-    copies = _num_copies(weight.nbytes, cold_bytes)
-    # An implementation is a way to hold the weight: its type chooses the arithmetic.
-    forms_of_weight: dict[str, list[Any]] = {"xla": [jnp.copy(weight) for _ in range(copies)]}
-
-    def call(i: int, weights: list[Any]) -> jax.Array:
-        return compiled.multiply(weights[i % copies], x, dtype=dtype)
-
-    forms = {kind: ft.partial(call, weights=held) for kind, held in forms_of_weight.items()}
-    return {
-        "op": "linear",
-        "case": f"{name}, {rows} rows",
-        "weight": [D, F],
-        "dtype": dtype,
-        **_figures(
-            forms,
-            reps,
-            num_bytes=weight.nbytes + rows * (D + F) * itemsize,
-            num_flops=2 * rows * D * F,
-        ),
+    held = _ways_to_hold(weight, names)
+    sizes = {kind: param_bytes({"weight": one}) for kind, one in held.items()}
+    copies = {
+        kind: [jax.tree.map(jnp.copy, one) for _ in range(_num_copies(sizes[kind], cold_bytes))]
+        for kind, one in held.items()
     }
+    for rows in num_rows:
+        x = jax.random.normal(jax.random.key(0), (rows, D), jnp.dtype(dtype))
+
+        def call(i: int, weights: list[Any], x: jax.Array) -> jax.Array:
+            return compiled.multiply(weights[i % len(weights)], x, dtype=dtype)
+
+        num_bytes = {kind: size + rows * (D + F) * itemsize for kind, size in sizes.items()}
+        forms = {kind: ft.partial(call, weights=copies[kind], x=x) for kind in held}
+        yield {
+            "op": "linear",
+            "case": f"{name}, {rows} rows",
+            "weight": [D, F],
+            "dtype": dtype,
+            **_figures(forms, reps, num_bytes=num_bytes, num_flops=2 * rows * D * F),
+        }
 
 
 # --- the race ---
@@ -230,7 +247,7 @@ def _num_copies(num_bytes: int, cold_bytes: int) -> int:
 
 
 def _figures(
-    forms: Mapping[str, Form], reps: int, *, num_bytes: int, num_flops: int
+    forms: Mapping[str, Form], reps: int, *, num_bytes: Mapping[str, int], num_flops: int
 ) -> dict[str, Any]:
     for form in forms.values():
         form(0).block_until_ready()  # compiles
@@ -239,7 +256,7 @@ def _figures(
     first = seconds[next(iter(forms))]
     return {
         "ms": _rounded({name: x * 1e3 for name, x in seconds.items()}),
-        "gb_per_s": _rounded({name: num_bytes / x / 1e9 for name, x in seconds.items()}),
+        "gb_per_s": _rounded({name: num_bytes[name] / x / 1e9 for name, x in seconds.items()}),
         "gflop_per_s": _rounded({name: num_flops / x / 1e9 for name, x in seconds.items()}),
         "times_as_fast": _rounded({name: first / x for name, x in seconds.items()}),
         **report.load([clock]),

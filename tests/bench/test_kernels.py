@@ -42,15 +42,17 @@ def test_figures_agree(lines: list):
     # Bytes: keys and values of 23 positions, queries and results; a weight, its rows and results.
     sizes = ((decode, 2 * 23 * 16 + 2 * 2 * 32), (prefill, 2 * 23 * 16 + 2 * 8 * 32))
     for line, num_floats in (*sizes, (qkv, 16 * 64 + 2 * (16 + 64))):
-        for name, ms in line["ms"].items():
-            assert line["gb_per_s"][name] * ms * 1e6 == pytest.approx(4 * num_floats, rel=2e-3)
+        read = line["gb_per_s"]["xla"] * line["ms"]["xla"] * 1e6
+        assert read == pytest.approx(4 * num_floats, rel=2e-3)
         assert line["times_as_fast"]["xla"] == 1
+    for name, ms in qkv["ms"].items():
+        assert qkv["gflop_per_s"][name] * ms * 1e6 == pytest.approx(2 * 2 * 16 * 64, rel=2e-3)
     # Queries see 16 to 20 and 1 to 3 positions.
     assert [case.num_pairs for case in CASES] == [23, 90 + 6]
     assert set(decode["ms"]) == set(prefill["ms"]) <= {"xla", "native"}
 
 
-def test_native_attention_takes_part_where_it_loads(lines: list):
+def test_native_kernels_take_part_where_they_load(lines: list):
     from jpaged.native import build
 
     try:
@@ -58,6 +60,10 @@ def test_native_attention_takes_part_where_it_loads(lines: list):
     except errors.NativeUnavailableError as reason:
         pytest.skip(str(reason))
     assert list(lines[0]["ms"]) == ["xla", "native"]
+    qkv = lines[2]
+    assert list(qkv["ms"]) == ["xla", "native", "native int8", "native int4"]
+    sizes = {name: qkv["gb_per_s"][name] * ms for name, ms in qkv["ms"].items()}
+    assert sizes["native int4"] < sizes["native int8"] < sizes["native"]
 
 
 def test_the_shapes_are_a_models(monkeypatch, capsys):
