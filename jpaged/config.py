@@ -6,7 +6,7 @@ What a model is stands in `jpaged.model_config`. Names and defaults are vLLM's w
 import dataclasses
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from jpaged.errors import ConfigError
 from jpaged.model_config import LayerConfig, ModelConfig
@@ -14,6 +14,7 @@ from jpaged.model_config import LayerConfig, ModelConfig
 __all__ = ["CacheConfig", "EngineConfig", "LayerConfig", "ModelConfig"]
 
 Implementation = Literal["auto", "xla", "native"]
+Quantization = Literal["int8", "int4", "gguf"]
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 
 # Rows and tokens of a step by default. A CPU is busy with 64 rows; a GPU is not.
@@ -61,6 +62,10 @@ class EngineConfig:
     """The engine. None means: by model and device, see `resolved`.
 
     dtype: of weights, KV and activations; auto is the checkpoint's.
+    quantization: int8 or int4 makes numbers of so many bits of all matrices, in groups of 32 inputs
+        with a scale (and, for int4, a least), when they are loaded; biases, norms and the embedding
+        table stay in `dtype`. gguf serves the numbers that a GGUF file has, without a change, where
+        they are Q8_0, Q4_0 or Q4_1, and its other matrices as int8.
     max_model_len: most tokens of a request, prompt and output together. None takes what the model
         can; "auto" (or -1) as much of that as one request can have of the block pool.
     max_num_seqs: rows, so the most sequences resident at once.
@@ -76,14 +81,15 @@ class EngineConfig:
     logprobs_mode: what is told of an id: its log-probability or logit, raw from the model, or after
         all that a request does to it.
     logits_processors: `LogitsProcessor`s that requests may name, compiled into the steps.
-    head_dtype: of the last product, which gives the logits; auto is `dtype`, float32 keeps the
-        head's weights as precise as the checkpoint has them.
+    head_dtype: of the last product, which gives the logits; auto is `dtype`, or quantized as all
+        others; float32 keeps the head's weights as precise as the checkpoint has them.
     max_stop_ids, max_logit_bias, max_bad_words, max_bad_word_len: most stop ids, biased ids, bad
         words (each spelling counts) and tokens of one, that a request may ask for.
     compilation_cache_dir: where compiled programs are kept between runs; "" keeps none.
     """
 
     dtype: str = "auto"
+    quantization: Quantization | None = None
     max_model_len: int | Literal["auto"] | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -119,6 +125,8 @@ class EngineConfig:
             _check_range(name, getattr(self, name), 1, 4096)
         _check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
         _check_choice("head_dtype", self.head_dtype, ("auto", "float32"))
+        if self.quantization is not None:
+            _check_choice("quantization", self.quantization, get_args(Quantization))
         object.__setattr__(self, "logits_processors", _processors(self.logits_processors))
         _check_range("seed", self.seed, -(2**63), 2**64 - 1)
         _check_choice("implementation", self.implementation, ("auto", "xla", "native"))
@@ -136,10 +144,6 @@ class EngineConfig:
             raise ConfigError(f"unknown option {unknown[0]!r}; there are {known}")
         cache = {name: options.pop(name) for name in cache_names & set(options)}
         return cls(**options, cache=CacheConfig(**cache))
-
-    def head_dtype_for(self, dtype: str) -> str:
-        """The LM head's dtype in an engine that runs in `dtype`."""
-        return dtype if self.head_dtype == "auto" else self.head_dtype
 
     def resolved(self, model: ModelConfig, platform: str) -> "EngineConfig":
         """The same with no value left open, checked against the model.

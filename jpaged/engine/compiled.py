@@ -15,7 +15,8 @@ from jax import monitoring
 from jpaged.core import beam, block_pool, logits_rules, rows, step, usage
 from jpaged.core.state import EngineState, init_state
 from jpaged.model_config import ModelConfig
-from jpaged.models.prepare import prepare
+from jpaged.models import prepare
+from jpaged.models.prepare import ServingFormat
 from jpaged.ops.kv_cache import init_layer_kv
 from jpaged.ops.linear import linear
 from jpaged.ops.paged_attention import paged_attention
@@ -81,12 +82,13 @@ def _empty_state(
     )
 
 
-def _prepare(
-    params: Params, config: ModelConfig, dtype: str, head_dtype: str, implementation: str
-) -> Params:
-    serving = prepare(params, config, dtype, head_dtype, implementation=implementation)
+def _prepare_layer(layer: Params, form: ServingFormat) -> Params:
     # Copies: jit would hand leaves that stay as they are through, and their owner may donate them.
-    return jax.tree.map(jnp.copy, serving)
+    return jax.tree.map(jnp.copy, prepare.prepare_layer(layer, form))
+
+
+def _prepare_ends(ends: Params, form: ServingFormat, *, tied: bool) -> Params:
+    return jax.tree.map(jnp.copy, prepare.prepare_ends(ends, form, tied=tied))
 
 
 empty_state = jax.jit(
@@ -105,9 +107,8 @@ empty_state = jax.jit(
 )
 admit = jax.jit(_admit, donate_argnames="state", static_argnames="window")
 release = jax.jit(_release, donate_argnames="state")
-prepare_params = jax.jit(
-    _prepare, static_argnames=("config", "dtype", "head_dtype", "implementation")
-)
+prepare_layer = jax.jit(_prepare_layer, static_argnames="form")
+prepare_ends = jax.jit(_prepare_ends, static_argnames=("form", "tied"))
 
 # One op alone, for those who time it.
 attend = jax.jit(

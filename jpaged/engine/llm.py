@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from jpaged import loading
 from jpaged.config import EngineConfig, ModelConfig
-from jpaged.engine import compiled
+from jpaged.engine import compiled, weights
 from jpaged.engine.chat import ContentFormat, Messages, list_conversations, render_chat
 from jpaged.engine.defaults import read_defaults
 from jpaged.engine.engine import Engine
@@ -20,7 +20,7 @@ from jpaged.engine.intake import Intake, Prompt
 from jpaged.engine.output import BeamSearchOutput, RequestOutput, ScoredTokens
 from jpaged.engine.reporter import Reporter
 from jpaged.engine.request import Request
-from jpaged.engine.serving import make_engine, prepare_params, resolve_model
+from jpaged.engine.serving import make_engine, resolve_model
 from jpaged.engine.stats import EngineStats
 from jpaged.engine.usage import Snapshot
 from jpaged.errors import ConfigError, RequestError
@@ -250,8 +250,9 @@ class LLM:
 
     def update_params(self, params: Params) -> None:
         """Takes new weights, a canonical tree of the same shapes. Compiles nothing, and nothing
-        computed with the old weights is used again. Raises ConfigError if the tree differs."""
-        serving = prepare_params(params, self.model_config, self._dtype, self._engine.config)
+        computed with the old weights is used again. Raises ConfigError if the tree differs, or
+        the engine serves the numbers of a GGUF file (`quantization="gguf"`)."""
+        serving = weights.take(params, self.model_config, self._engine.config, self._dtype)
         self._engine.update_params(serving)
 
     def reset_prefix_cache(self) -> bool:

@@ -8,20 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jpaged import loading
 from jpaged.config import EngineConfig, ModelConfig
 from jpaged.core.state import EngineState
-from jpaged.engine import capacity, compiled, implementation
+from jpaged.engine import capacity, compiled, implementation, weights
 from jpaged.engine.engine import Engine
 from jpaged.engine.program_memory import program_bytes
 from jpaged.engine.rules import rule_sizes
 from jpaged.errors import ConfigError
 from jpaged.models.forward import make_forward
 from jpaged.models.prepare import param_bytes
-from jpaged.models.registry import abstract_params
 from jpaged.typing import Params
 
 logger = logging.getLogger(__name__)
@@ -40,15 +38,21 @@ def make_engine(
     model = resolve_model(source)
     device = jax.devices()[0]
     config = implementation.resolve(config.resolved(model, device.platform))
-    dtype = _resolve_dtype(source, model, config)
+    is_gguf = isinstance(source, str | Path) and loading.find_checkpoint(source).kind == "gguf"
+    if config.quantization == "gguf" and not is_gguf:
+        raise ConfigError(
+            'quantization="gguf" serves the numbers of a GGUF file, which this model is not; '
+            "choose int8 or int4"
+        )
+    dtype = loading.resolve_dtype(config.dtype, model.dtype, is_gguf)
     # What a GPU has left is known only with the weights in place.
     pool = capacity.fit_pool(config, model, dtype, device) if device.platform == "cpu" else None
     started = time.perf_counter()
     if params is None:
         assert isinstance(source, str | Path)
-        params = loading.load_params(source, model, dtype, head_dtype=config.head_dtype_for(dtype))
-    serving = prepare_params(params, model, dtype, config)
-    del params
+        serving = weights.load(source, model, config, dtype)
+    else:
+        serving = weights.take(params, model, config, dtype)
     hash_key = np.frombuffer(secrets.token_bytes(16), np.uint32)
     forward = make_forward(
         model, deterministic=config.deterministic, implementation=config.implementation
@@ -70,10 +74,11 @@ def make_engine(
 
     engine = Engine(forward, serving, config, make_state, model.vocab_size)
     logger.info(
-        "Model loading took %.2f s; weights are %d bytes in %s on %s, kernels are %s",
+        "Model loading took %.2f s; weights are %d bytes in %s%s on %s, kernels are %s",
         time.perf_counter() - started,
         param_bytes(serving),
         dtype,
+        f" and {config.quantization} numbers" if config.quantization else "",
         device.device_kind,
         config.implementation,
     )
@@ -105,48 +110,6 @@ def resolve_model(source: ModelSource) -> ModelConfig:
     if isinstance(source, Mapping):
         return ModelConfig.from_hf(dict(source))
     return ModelConfig.from_hf(loading.load_hf_config(source))
-
-
-def _resolve_dtype(source: ModelSource, model: ModelConfig, config: EngineConfig) -> str:
-    is_gguf = isinstance(source, str | Path) and loading.find_checkpoint(source).kind == "gguf"
-    return loading.resolve_dtype(config.dtype, model.dtype, is_gguf)
-
-
-def prepare_params(params: Params, model: ModelConfig, dtype: str, config: EngineConfig) -> Params:
-    """The serving tree of a canonical tree: copies, which the caller's own donations can not hurt.
-
-    config: resolved.
-
-    Raises ConfigError if the tree is not this model's: the names or shapes that differ.
-    """
-    expected = abstract_params(model, dtype)
-    if jax.tree.structure(params) != jax.tree.structure(expected):
-        raise ConfigError(f"params are not a tree of this model: {_difference(params, expected)}")
-    for (path, got), want in zip(
-        jax.tree.leaves_with_path(params), jax.tree.leaves(expected), strict=True
-    ):
-        if jnp.shape(got) != want.shape:
-            raise ConfigError(
-                f"params{jax.tree_util.keystr(path)} has shape {jnp.shape(got)}, "
-                f"the model needs {want.shape}"
-            )
-    return compiled.prepare_params(
-        params,
-        config=model,
-        dtype=dtype,
-        head_dtype=config.head_dtype_for(dtype),
-        implementation=config.implementation,
-    )
-
-
-def _difference(params: Params, expected: Params) -> str:
-    def names(tree: Params) -> set[str]:
-        return {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)}
-
-    missing, unknown = names(expected) - names(params), names(params) - names(expected)
-    if not (missing or unknown):
-        return "its names are right, its containers are not; give nested dicts of arrays"
-    return f"missing {sorted(missing)[:3]}, unknown {sorted(unknown)[:3]}"
 
 
 def _log_capacity(num_blocks: int, config: EngineConfig, model: ModelConfig) -> None:

@@ -191,20 +191,23 @@ def _stored(path: Path, info: _TensorInfo, data_start: int, package: ModuleType)
             f"{path} is truncated: {size} bytes, but tensor {info.name!r} ends at byte {end}; "
             "fetch it again"
         )
+    read_raw = partial(_read_raw, path, start, row_bytes)
     dequantize = partial(package.quants.dequantize, qtype=kind)
-    read_rows = partial(_read_rows, path, start, row_bytes, info.shape, dequantize)
-    return StoredTensor(info.name, info.shape, kind.name, read_rows)
+    read_rows = partial(_read_rows, read_raw, info.shape, dequantize)
+    return StoredTensor(info.name, info.shape, kind.name, read_rows, read_raw=read_raw)
+
+
+def _read_raw(path: Path, offset: int, row_bytes: int, start: int, stop: int) -> NumpyArray:
+    num_rows = stop - start
+    raw = np.fromfile(path, np.uint8, num_rows * row_bytes, offset=offset + start * row_bytes)
+    return raw.reshape(num_rows, row_bytes)
 
 
 def _read_rows(
-    path: Path,
-    offset: int,
-    row_bytes: int,
+    read_raw: Callable[[int, int], NumpyArray],
     shape: tuple[int, ...],
     dequantize: Callable[[NumpyArray], NumpyArray],
     start: int,
     stop: int,
 ) -> NumpyArray:
-    num_rows = stop - start
-    raw = np.fromfile(path, np.uint8, num_rows * row_bytes, offset=offset + start * row_bytes)
-    return dequantize(raw.reshape(num_rows, row_bytes)).reshape(num_rows, *shape[1:])
+    return dequantize(read_raw(start, stop)).reshape(stop - start, *shape[1:])

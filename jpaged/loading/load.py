@@ -17,7 +17,7 @@ from jpaged.loading import gguf, gguf_model, safetensors
 from jpaged.loading.stored import NumpyArray, StoredTensor, read_tensor
 from jpaged.model_config import ModelConfig
 from jpaged.models.registry import abstract_params
-from jpaged.typing import Array
+from jpaged.typing import Array, Params
 
 _CONFIG = "config.json"
 _SHOWN = 8  # names in an error message
@@ -177,17 +177,40 @@ def load_params(
     the default adopts the array, without a copy.
 
     Raises:
+        CheckpointError: as `open_params`.
+    """
+    head = head_name(config)
+
+    def read(tensor: StoredTensor) -> Array:
+        is_head = tensor.name == head
+        return place(read_tensor(tensor, (head_dtype or dtype) if is_head else dtype))
+
+    return read_params(open_params(path, config), read)
+
+
+def open_params(path: str | Path, config: ModelConfig) -> dict[str, Any]:
+    """The canonical tree with a `StoredTensor` for each parameter, none of them read yet; each has
+    the name of its place in the tree.
+
+    Raises:
         CheckpointError: the checkpoint is damaged, or its tensors are not those of `config`: the
             message lists the missing, the unknown and those of another shape.
     """
-    leaves, treedef = jax.tree.flatten_with_path(abstract_params(config, dtype))
+    leaves, treedef = jax.tree.flatten_with_path(abstract_params(config, "float32"))
     shapes = {".".join(str(key.key) for key in key_path): leaf.shape for key_path, leaf in leaves}
     stored = _match_names(open_tensors(path), shapes, tied=config.tied)
     _check(path, stored, shapes)
-    head = "model.embed_tokens.weight" if config.tied else "lm_head.weight"
-    dtypes = dict.fromkeys(shapes, dtype) | {head: head_dtype or dtype}
-    arrays = [place(read_tensor(stored[name], dtypes[name])) for name in shapes]
-    return jax.tree.unflatten(treedef, arrays)
+    return jax.tree.unflatten(treedef, [stored[name]._replace(name=name) for name in shapes])
+
+
+def read_params(stored: Params, read: Callable[[StoredTensor], Any]) -> dict[str, Any]:
+    """A tree, or a part of one, with what `read` makes of each tensor."""
+    return jax.tree.map(read, dict(stored), is_leaf=lambda x: isinstance(x, StoredTensor))
+
+
+def head_name(config: ModelConfig) -> str:
+    """The name of what the LM head multiplies with."""
+    return "model.embed_tokens.weight" if config.tied else "lm_head.weight"
 
 
 def _match_names(

@@ -6,7 +6,7 @@ more than what it returns.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ class StoredTensor(NamedTuple):
     read_rows: Callable[[int, int], NumpyArray]  # first-axis rows [start, stop), a float type
     row_order: NumpyArray | None = None  # stored row r is row row_order[r] of the result
     offset: float = 0.0  # added to every value, before it is rounded to the result's dtype
+    read_raw: Callable[[int, int], NumpyArray] | None = None  # u8[rows, bytes of one], as stored
 
 
 def read_tensor(tensor: StoredTensor, dtype: str) -> NumpyArray:
@@ -36,15 +37,20 @@ def read_tensor(tensor: StoredTensor, dtype: str) -> NumpyArray:
     Raises:
         CheckpointError: a finite value is too large for float16.
     """
-    out = _empty(tensor.shape, jnp.dtype(dtype))
+    out = empty(tensor.shape, jnp.dtype(dtype))
     # A scalar is one row, and the rows of a tensor with a zero dimension are none.
     rows = out.reshape((-1, *tensor.shape[1:])) if out.size else out[:0]
-    step = max(1, _SLICE // max(1, math.prod(tensor.shape[1:])))
-    for start in range(0, len(rows), step):
-        stop = min(start + step, len(rows))
-        place = slice(start, stop) if tensor.row_order is None else tensor.row_order[start:stop]
+    for start, stop, place in slices(tensor, len(rows)):
         rows[place] = _convert(tensor, tensor.read_rows(start, stop), out.dtype)
     return out
+
+
+def slices(tensor: StoredTensor, num_rows: int) -> Iterator[tuple[int, int, Any]]:
+    """Ranges of stored rows, a few megabytes each, and where these rows go in the result."""
+    step, order = max(1, _SLICE // max(1, math.prod(tensor.shape[1:]))), tensor.row_order
+    for start in range(0, num_rows, step):
+        stop = min(start + step, num_rows)
+        yield start, stop, slice(start, stop) if order is None else order[start:stop]
 
 
 def _convert(tensor: StoredTensor, values: NumpyArray, dtype: np.dtype[Any]) -> NumpyArray:
@@ -62,7 +68,8 @@ def _convert(tensor: StoredTensor, values: NumpyArray, dtype: np.dtype[Any]) -> 
         ) from None
 
 
-def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NumpyArray:
+def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NumpyArray:
+    """An array for JAX to adopt."""
     num_bytes = math.prod(shape) * dtype.itemsize
     buffer = np.empty(num_bytes + _ALIGNMENT, np.uint8)
     start = -buffer.ctypes.data % _ALIGNMENT

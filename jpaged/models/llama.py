@@ -228,7 +228,8 @@ class CausalLM(nnx.Module):
             logits = linear(self.model.embed_tokens.weight[...].T, hidden, jnp.float32)
         else:
             # A head in float32 multiplies hidden states of any dtype as they are.
-            hidden = hidden.astype(self.lm_head.weight.get_value().dtype)
+            dtype = self.lm_head.weight.get_value().dtype
+            hidden = hidden if dtype is None else hidden.astype(dtype)
             logits = self.lm_head(hidden, jnp.float32)
         soft_cap = self.config.logit_soft_cap
         return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)

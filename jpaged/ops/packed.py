@@ -11,7 +11,7 @@ from flax import struct
 from jax.typing import DTypeLike
 
 from jpaged.native import matmul
-from jpaged.ops.grouped import GROUP, GroupedWeight
+from jpaged.ops.grouped import GROUP, GroupedWeight, numbers_by_group
 from jpaged.ops.linear import linear, linear_by_row
 from jpaged.typing import Array, Float, Shaped
 
@@ -42,7 +42,8 @@ def pack(weight: Float[Array, "D F"] | GroupedWeight) -> PackedWeight:
     """A float weight, packed in its dtype, or a quantized one."""
     if not isinstance(weight, GroupedWeight):
         return PackedWeight(_panels(weight), None, None, weight.dtype.name, weight.shape[1])
-    panels, num_out = _panels(weight.numbers), weight.numbers.shape[1]
+    num_out = weight.numbers.shape[1]
+    panels = _panels(numbers_by_group(weight).reshape(-1, num_out))
     scales = _by_panel(weight.scales)
     if weight.leasts is None:
         return PackedWeight(panels, scales, None, "int8", num_out)
