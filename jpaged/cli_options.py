@@ -146,6 +146,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_capacity_options(group: Any) -> None:
     _add(group, "--dtype", str, "auto, bfloat16, float16 or float32")
+    _add(group, "--quantization", str, "of matrices: int8, int4, or gguf (as a GGUF file has them)")
     _add(
         group,
         "--max-model-len",

@@ -57,6 +57,7 @@ from jpaged.models.forward import dense_forward, init_params, make_forward
 from jpaged.models.prepare import prepare
 from jpaged.models.registry import abstract_params
 from jpaged.native import library
+from jpaged.ops.grouped import Bits
 from jpaged.ops.kv_cache import init_layer_kv
 from jpaged.typing import Array, Int, Params, UInt32
 
@@ -179,6 +180,7 @@ def generate(
     dtype: DTypeLike | None = None,
     deterministic: bool = False,
     implementation: str = "xla",
+    quantization: Bits | None = None,
     num_blocks: int | None = None,
     block_size: int = 16,
     num_prefill_tokens: int = 1024,
@@ -199,17 +201,25 @@ def generate(
     deterministic: a row has the same bits among any others, at some cost.
     implementation: of attention and products. "native" is faster on a CPU, but must be loaded
         (`load_native`), has no derivative, and under `vmap` runs one member after the other.
+    quantization: int8 or int4, see `prepare`, of canonical `params`.
 
     Raises ValueError when traced: a tree of another model, or shapes that do not fit each other or
     the state.
     """
     prompts, prompt_lens = (jnp.asarray(x, jnp.int32) for x in (prompts, prompt_lens))
     keys = jnp.asarray(keys)
-    own_dtype = params["model"]["embed_tokens"]["weight"].dtype
-    run_dtype: DTypeLike = own_dtype if dtype is None else dtype
+    # A serving tree may have its table as bits.
+    own = params["model"]["norm" if is_prepared else "embed_tokens"]["weight"]
+    run_dtype: DTypeLike = own.dtype if dtype is None else dtype
     if not is_prepared:
         _check_canonical(params, config)
-        params = prepare(params, config, run_dtype, implementation=implementation)
+        params = prepare(
+            params,
+            config,
+            run_dtype,
+            implementation=implementation,
+            quantization=quantization,
+        )
     if state is None:
         state = init_state(
             config,

@@ -137,19 +137,23 @@ def rows_bytes(config: EngineConfig) -> int:
 
 def estimated_activations(config: EngineConfig, model: ModelConfig) -> int:
     """Bytes of a step's activations on paper, on the safe side: the stream and the projections of
-    every token, and three arrays of logits for every row, all in float32."""
+    every token, three arrays of logits for every row, and of quantized matrices the largest as the
+    floats it stands for, all in float32."""
     assert config.max_num_batched_tokens is not None
     assert config.max_num_seqs is not None
     width = 4 * model.hidden_size + 3 * model.intermediate_size
     logits = 3 * config.max_num_seqs * model.vocab_size
-    return 4 * (config.max_num_batched_tokens * width + logits)
+    is_dequantized = config.quantization is not None and config.implementation != "native"
+    widest = max(model.vocab_size, 2 * model.intermediate_size) if is_dequantized else 0
+    floats = config.max_num_batched_tokens * width + logits + widest * model.hidden_size
+    return 4 * floats
 
 
 def blocks_in(num_bytes: int, per_block: int, num_layers: int) -> int:
     """Blocks for which a GPU's free bytes suffice, one array of the pool left free.
 
-    Where the weights were converted lies a hole as large as they are. The pool's arrays fill it up
-    to less than one of them, and a program needs its bytes in one piece.
+    Where a layer's weights were converted lies a hole. The pool's arrays fill it up to less than
+    one of them, and a program needs its bytes in one piece.
     """
     num_arrays = 2 * num_layers
     return max(num_bytes, 0) * num_arrays // (num_arrays + 1) // per_block

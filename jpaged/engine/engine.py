@@ -29,6 +29,7 @@ from jpaged.engine.scheduler import Limits, Plan, Prefill, View, plan
 from jpaged.engine.stats import EngineStats
 from jpaged.engine.usage import CacheUsage, Snapshot, UsageMeter
 from jpaged.engine.views import ViewMaker
+from jpaged.models.prepare import param_bytes
 from jpaged.typing import Params
 
 logger = logging.getLogger(__name__)
@@ -169,6 +170,8 @@ class Engine:
             cache=self._cache_usage(jax.device_get(self._device.usage())),
             stats=dataclasses.replace(self.stats),
             implementation=self.config.implementation,
+            quantization=self.config.quantization,
+            weight_bytes=param_bytes(self._device.params),
         )
 
     def _cache_usage(self, usage: Usage) -> CacheUsage:

@@ -14,6 +14,8 @@ from jpaged.config import EngineConfig
 from jpaged.engine import capacity
 from jpaged.errors import ConfigError
 from jpaged.model_config import ModelConfig
+from jpaged.models.prepare import ServingFormat
+from jpaged.ops.grouped import Bits, grouped_bytes
 
 GIB = 2**30
 DEVICES = {
@@ -71,6 +73,7 @@ class Plan:
 
     architecture: str
     hardware: Hardware
+    quantization: str | None
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -97,9 +100,15 @@ class Plan:
 def make_plan(model: ModelConfig, config: EngineConfig, hardware: Hardware) -> Plan:
     """The plan of a model. config: as a user gives it; None means what the engine takes on a GPU.
 
-    Raises ConfigError if the model can not be split as asked, or the config contradicts the model.
+    Raises ConfigError if the model can not be split as asked, the config contradicts the model, or
+    the quantization depends on a file.
     """
     _check_split(model, hardware)
+    if config.quantization == "gguf":
+        raise ConfigError(
+            'quantization="gguf" takes what numbers the file has, which a plan does not read; plan '
+            "with int8 for Q8_0, with int4 for Q4_0 and Q4_1"
+        )
     config = config.resolved(model, "gpu")
     is_auto = config.max_model_len == "auto"
     if is_auto:
@@ -114,6 +123,7 @@ def make_plan(model: ModelConfig, config: EngineConfig, hardware: Hardware) -> P
     return Plan(
         architecture=model.architecture,
         hardware=hardware,
+        quantization=config.quantization,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs or 0,
         max_num_batched_tokens=config.max_num_batched_tokens or 0,
@@ -141,7 +151,7 @@ def make_plan(model: ModelConfig, config: EngineConfig, hardware: Hardware) -> P
 def num_parameters(model: ModelConfig) -> int:
     """Parameters of the checkpoint: a tied embedding counts once."""
     tables = model.vocab_size * model.hidden_size * (1 if model.tied else 2)
-    return tables + model.num_layers * _layer_parameters(model) + model.hidden_size
+    return tables + model.num_layers * _layer_bytes(model, 1, None) + model.hidden_size
 
 
 def kv_bytes_per_token(model: ModelConfig, kv_dtype: str) -> int:
@@ -179,12 +189,18 @@ def _share(model: ModelConfig, hardware: Hardware) -> ModelConfig:
     )
 
 
-def _layer_parameters(model: ModelConfig) -> int:
+def _layer_bytes(model: ModelConfig, itemsize: int, bits: Bits | None) -> int:
     D, F, C = model.hidden_size, model.intermediate_size, model.head_dim
     q, qkv = model.num_heads * C, (model.num_heads + 2 * model.num_kv_heads) * C
     biases = model.qkv_bias * qkv + model.o_bias * D + model.mlp_bias * (2 * F + D)
     norms = (4 if model.post_norms else 2) * D + 2 * C * model.qk_norm
-    return D * (qkv + q + 3 * F) + biases + norms
+    matrices = ((D, qkv), (q, D), (D, 2 * F), (F, D))
+    matrix_bytes = sum(_matrix_bytes(*size, itemsize, bits) for size in matrices)
+    return matrix_bytes + (biases + norms) * itemsize
+
+
+def _matrix_bytes(num_in: int, num_out: int, itemsize: int, bits: Bits | None) -> int:
+    return num_in * num_out * itemsize if bits is None else grouped_bytes(num_in, num_out, bits)
 
 
 def _layers_of_stages(num_layers: int, num_stages: int) -> list[int]:
@@ -198,15 +214,17 @@ def _layers_of_stages(num_layers: int, num_stages: int) -> list[int]:
 def _stages(model: ModelConfig, config: EngineConfig, hardware: Hardware) -> tuple[Stage, ...]:
     share, S = _share(model, hardware), config.cache.block_size
     layer_kv = 2 * S * share.num_kv_heads * share.head_dim * ITEM_BYTES[hardware.kv_dtype]
+    D, V = model.hidden_size, -(-model.vocab_size // hardware.tensor_parallel_size)
+    form, itemsize = ServingFormat.of(config, hardware.dtype), ITEM_BYTES[hardware.dtype]
     # The serving tree has an LM head of its own, tied or not.
-    table = -(-model.vocab_size // hardware.tensor_parallel_size) * model.hidden_size
+    head = _matrix_bytes(D, V, ITEM_BYTES[form.head_dtype or form.dtype], form.head_bits)
     layers = _layers_of_stages(model.num_layers, hardware.pipeline_parallel_size)
     stages = []
     for place, num_layers in enumerate(layers):
-        parameters = num_layers * _layer_parameters(share)
-        parameters += table if place == 0 else 0
-        parameters += table + model.hidden_size if place == len(layers) - 1 else 0
-        weights, block = parameters * ITEM_BYTES[hardware.dtype], num_layers * layer_kv
+        block = num_layers * layer_kv
+        weights = num_layers * _layer_bytes(share, itemsize, form.bits)
+        weights += V * D * itemsize if place == 0 else 0
+        weights += head + D * itemsize if place == len(layers) - 1 else 0
         fixed = (
             weights + capacity.estimated_activations(config, share) + capacity.rows_bytes(config)
         )
@@ -286,12 +304,6 @@ def _notes(
         yield (
             f"{fewest} blocks would fit; max_num_seqs={config.max_num_seqs} requests of "
             f"{config.max_model_len} tokens use no more than {num_blocks}"
-        )
-    twice = 2 * max(stage.weight_bytes for stage in stages)
-    if twice > _requested_bytes(config, hardware):
-        yield (
-            f"loading holds the weights twice on the device as yet, {twice / GIB:.2f} GiB, which "
-            "is more than may be used: it fits only once loaded"
         )
 
 

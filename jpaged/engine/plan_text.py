@@ -19,7 +19,9 @@ def as_table(plan: Plan, advice: Sequence[str]) -> str:
 
 def _head(plan: Plan) -> Iterator[str]:
     hardware = plan.hardware
-    yield f"{plan.architecture}, {_count(plan.num_parameters)} parameters in {hardware.dtype}"
+    matrices = f", matrices in {plan.quantization}" if plan.quantization else ""
+    parameters = f"{_count(plan.num_parameters)} parameters in {hardware.dtype}{matrices}"
+    yield f"{plan.architecture}, {parameters}"
     tp, pp = hardware.tensor_parallel_size, hardware.pipeline_parallel_size
     split = f", tensor parallel {tp}, pipeline parallel {pp}" if tp * pp > 1 else ""
     yield f"on {tp * pp} x {hardware.device} of {hardware.device_bytes / GIB:.1f} GiB{split}"

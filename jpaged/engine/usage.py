@@ -40,7 +40,8 @@ class CacheUsage:
 class Snapshot:
     """The engine at a moment: who runs, how the pool is used, and the counts so far.
 
-    implementation: of attention, the one that runs.
+    implementation: of attention and products, the one that runs. quantization: of the matrices.
+    weight_bytes: of all weights as they are served.
     """
 
     num_running: int
@@ -48,6 +49,8 @@ class Snapshot:
     cache: CacheUsage
     stats: EngineStats
     implementation: str
+    quantization: str | None
+    weight_bytes: int
 
 
 class UsageMeter:

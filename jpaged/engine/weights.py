@@ -21,25 +21,13 @@ from jpaged.models.registry import abstract_params
 from jpaged.typing import Params
 
 
-def serving_format(config: EngineConfig, dtype: str) -> ServingFormat:
-    """How an engine that runs in `dtype` serves its weights. config: resolved."""
-    quantization = config.quantization
-    return ServingFormat(
-        dtype=dtype,
-        head_dtype=None if config.head_dtype == "auto" else config.head_dtype,
-        implementation=config.implementation,
-        # What a file has in other blocks gets eight bits, which lose next to nothing of it.
-        bits="int8" if quantization == "gguf" else quantization,
-    )
-
-
 def load(path: str | Path, model: ModelConfig, config: EngineConfig, dtype: str) -> Params:
     """The serving tree of a checkpoint.
 
     Matrices that are quantized come from the checkpoint's own precision, and with "gguf" are not
     touched where the file has them in groups. Raises CheckpointError.
     """
-    form, head = serving_format(config, dtype), loading.head_name(model)
+    form, head = ServingFormat.of(config, dtype), loading.head_name(model)
 
     def read(tensor: StoredTensor) -> Any:
         is_head = tensor.name == head
@@ -79,7 +67,7 @@ def take(params: Params, model: ModelConfig, config: EngineConfig, dtype: str) -
             'quantization="gguf" serves the numbers of a GGUF file, and params have none; '
             "choose int8 or int4"
         )
-    return _lay_out(params, model, serving_format(config, dtype), lambda part: part)
+    return _lay_out(params, model, ServingFormat.of(config, dtype), lambda part: part)
 
 
 def _lay_out(

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.model_config import ModelConfig
 from jpaged.ops.grouped import Bits, GroupedRows, GroupedWeight, dequantize, join, quantize
@@ -41,6 +42,18 @@ class ServingFormat:
     head_dtype: str | None = None
     implementation: str = "xla"
     bits: Bits | None = None
+
+    @classmethod
+    def of(cls, config: EngineConfig, dtype: str) -> "ServingFormat":
+        """That of an engine which runs in `dtype`. config: resolved."""
+        quantization = config.quantization
+        return cls(
+            dtype=dtype,
+            head_dtype=None if config.head_dtype == "auto" else config.head_dtype,
+            implementation=config.implementation,
+            # What a file has in other blocks gets eight bits, which lose next to nothing of it.
+            bits="int8" if quantization == "gguf" else quantization,
+        )
 
     @property
     def head_bits(self) -> Bits | None:

@@ -89,6 +89,12 @@ def dequantize(weight: GroupedWeight, dtype: DTypeLike) -> Float[Array, "D F"]:
     return values.reshape(-1, values.shape[2]).astype(dtype)
 
 
+def grouped_bytes(D: int, F: int, bits: Bits) -> int:
+    """Bytes of a weight `[D F]` once quantized."""
+    group_bytes = GROUP + 2 if bits == "int8" else GROUP // 2 + 4
+    return -(-D // GROUP) * F * group_bytes
+
+
 def join(parts: Sequence[GroupedRows]) -> GroupedWeight | None:
     """Weights of the same inputs as one, their outputs in order; None if not all are of one kind,
     with leasts or without."""
