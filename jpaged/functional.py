@@ -57,7 +57,6 @@ from jpaged.models.forward import dense_forward, init_params, make_forward
 from jpaged.models.prepare import prepare
 from jpaged.models.registry import abstract_params
 from jpaged.native import library
-from jpaged.ops.grouped import Bits
 from jpaged.ops.kv_cache import init_layer_kv
 from jpaged.typing import Array, Int, Params, UInt32
 
@@ -180,7 +179,7 @@ def generate(
     dtype: DTypeLike | None = None,
     deterministic: bool = False,
     implementation: str = "xla",
-    quantization: Bits | None = None,
+    quantization: str | None = None,
     num_blocks: int | None = None,
     block_size: int = 16,
     num_prefill_tokens: int = 1024,

@@ -151,9 +151,9 @@ def test_functions_are_compiled_in_one_place(dotted):
 
 @pytest.mark.parametrize("dotted", ["jax.device_get", "jax.block_until_ready", "block_until_ready"])
 def test_the_device_is_read_in_one_place(dotted):
-    # The benchmarks measure, so they wait.
+    # The benchmarks measure, so they wait; a load waits for a part before it reads the next.
     files = [path for path in FILES if not name_of(path).startswith("jpaged.bench")]
-    assert not uses_outside(dotted, {"jpaged.engine.engine"}, files)
+    assert not uses_outside(dotted, {"jpaged.engine.engine", "jpaged.engine.weights"}, files)
 
 
 def test_pure_layers_never_make_numpy_arrays_of_device_arrays():

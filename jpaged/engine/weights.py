@@ -18,7 +18,11 @@ from jpaged.loading.gguf_groups import has_groups, read_groups
 from jpaged.loading.stored import StoredTensor, read_tensor
 from jpaged.models.prepare import ServingFormat, join_layers, split_layers
 from jpaged.models.registry import abstract_params
+from jpaged.native import huge_pages
 from jpaged.typing import Params
+
+# What a file calls dtypes that need not be widened to lose nothing.
+_OWN = {"BF16": "bfloat16", "F16": "float16"}
 
 
 def load(path: str | Path, model: ModelConfig, config: EngineConfig, dtype: str) -> Params:
@@ -38,7 +42,7 @@ def load(path: str | Path, model: ModelConfig, config: EngineConfig, dtype: str)
             return jax.device_put(read_tensor(tensor, own or dtype))
         if config.quantization == "gguf" and has_groups(tensor):
             return jax.tree.map(jax.device_put, read_groups(tensor))
-        return jax.device_put(read_tensor(tensor, "float32"))
+        return jax.device_put(read_tensor(tensor, _OWN.get(tensor.dtype, "float32")))
 
     stored = loading.open_params(path, model)
     return _lay_out(stored, model, form, lambda part: loading.read_params(part, read))
@@ -75,11 +79,14 @@ def _lay_out(
 ) -> Params:
     ends, layers = split_layers(tree)
     # The largest parts first, while there is least beside them.
-    served = compiled.prepare_ends(read(ends), form=form, tied=model.tied)
-    return join_layers(
-        served,
-        {i: compiled.prepare_layer(read(layer), form=form) for i, layer in layers.items()},
-    )
+    place = huge_pages.place if form.implementation == "native" else lambda part: part
+    served_ends = place(compiled.prepare_ends(read(ends), form=form, tied=model.tied))
+    served: dict[int, Params] = {}
+    for i, layer in layers.items():
+        # A part is read while the one before it is laid out: more would only lie and wait.
+        jax.block_until_ready(served.get(i - 1, served_ends))
+        served[i] = place(compiled.prepare_layer(read(layer), form=form))
+    return join_layers(served_ends, served)
 
 
 def _difference(params: Params, expected: Params) -> str:

@@ -6,9 +6,10 @@ tied models, the serving dtype, numbers of 8 or 4 bits.
 """
 
 import dataclasses
+import functools as ft
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +19,25 @@ from jax.typing import DTypeLike
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.model_config import ModelConfig
-from jpaged.ops.grouped import Bits, GroupedRows, GroupedWeight, dequantize, join, quantize
-from jpaged.ops.packed import pack
-from jpaged.typing import Array, Float, Params
+from jpaged.ops import grouped, packed
+from jpaged.ops.grouped import (
+    Bits,
+    GroupedRows,
+    GroupedWeight,
+    dequantize,
+    join,
+    quantize,
+    transpose,
+)
+from jpaged.ops.packed import PANEL, pack
+from jpaged.typing import Array, Float, Params, Shaped
 
 FUSED = {
     "self_attn": {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "o_proj": ("o_proj",)},
     "mlp": {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
 }
+
+SLICE = 1024  # outputs of a matrix that are laid out together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +80,7 @@ def prepare(
     head_dtype: DTypeLike | None = None,
     *,
     implementation: str = "xla",
-    quantization: Bits | None = None,
+    quantization: str | None = None,
 ) -> dict[str, Any]:
     """The serving tree of `params`, which are left as they are.
 
@@ -87,7 +99,7 @@ def prepare(
         dtype=jnp.dtype(dtype).name,
         head_dtype=None if head_dtype is None else jnp.dtype(head_dtype).name,
         implementation=implementation,
-        bits=quantization,
+        bits=cast(Bits | None, quantization),
     )
     ends, layers = split_layers(params)
     prepared = {i: prepare_layer(layer, form) for i, layer in layers.items()}
@@ -142,7 +154,7 @@ def _cast(tree: Params, but: Collection[str], dtype: DTypeLike) -> dict[str, Any
 def _table(weight: Any, dtype: DTypeLike) -> Array:
     table = _floats(weight, dtype)
     # A CPU would convert a 16-bit table to float32 as a whole each time it reads a row.
-    return lax.bitcast_convert_type(table, jnp.uint16) if table.dtype.itemsize == 2 else table
+    return _as_bits(table) if table.dtype.itemsize == 2 else table
 
 
 # --- matrices ---
@@ -163,29 +175,63 @@ def _fuse(
     parts: Sequence[Params], form: ServingFormat, dtype: DTypeLike, bits: Bits | None
 ) -> dict[str, Any]:
     """Linears of one input, `[out, in]`, as one `[in, out]`, its outputs in their order."""
-    weight = _join([part["weight"] for part in parts], dtype, bits)
-    fused: dict[str, Any] = {"weight": pack(weight) if form.implementation == "native" else weight}
+    rows = _join([part["weight"] for part in parts], dtype, bits)
+    fused: dict[str, Any] = {
+        "weight": _lay_out(rows, bits, is_packed=form.implementation == "native")
+    }
     if "bias" in parts[0]:
         fused["bias"] = jnp.concatenate([part["bias"].astype(dtype) for part in parts])
     return fused
 
 
-def _join(
-    weights: Sequence[Any], dtype: DTypeLike, bits: Bits | None
-) -> Float[Array, "D F"] | GroupedWeight:
-    """Weights `[F D]` as one `[D F]`: floats of `dtype` or, with `bits`, numbers. What has numbers
-    keeps them, if all are of one kind."""
+def _join(weights: Sequence[Any], dtype: DTypeLike, bits: Bits | None) -> Any:
+    """Weights `[F D]` as one: floats of `dtype` or, with `bits`, of their own precision. What has
+    numbers keeps them then, if all are of one kind."""
     if bits is None:
-        return jnp.concatenate([_floats(weight, dtype) for weight in weights]).T
+        return jnp.concatenate([_floats(weight, dtype) for weight in weights])
     stored = [weight for weight in weights if isinstance(weight, GroupedRows)]
     if len(stored) == len(weights) and (joined := join(stored)) is not None:
         return joined
-    return quantize(jnp.concatenate([_floats(w, jnp.float32) for w in weights]).T, bits)
+    dtypes = {jnp.float32 if isinstance(w, GroupedRows) else w.dtype.type for w in weights}
+    own = dtypes.pop() if len(dtypes) == 1 else jnp.float32
+    return jnp.concatenate([_floats(weight, own) for weight in weights])
 
 
 def _floats(weight: Any, dtype: DTypeLike) -> Float[Array, "F D"]:
-    if not isinstance(weight, GroupedRows):
-        return weight.astype(dtype)
-    joined = join([weight])
-    assert joined is not None
-    return dequantize(joined, dtype).T
+    is_grouped = isinstance(weight, GroupedRows)
+    return dequantize(transpose(weight), dtype).T if is_grouped else weight.astype(dtype)
+
+
+def _lay_out(rows: Any, bits: Bits | None, *, is_packed: bool) -> Any:
+    """A weight `[F D]` as the products want it."""
+    if bits is None:
+        return pack(rows.T) if is_packed else rows.T
+    make = transpose if isinstance(rows, GroupedRows) else ft.partial(_quantize, rows.dtype, bits)
+    if not isinstance(rows, GroupedRows) and rows.dtype.itemsize == 2:
+        # A CPU would widen 16-bit floats as a whole before it takes a slice.
+        rows = _as_bits(rows)
+
+    def lay_out(rows: Any) -> Any:
+        return pack(make(rows)) if is_packed else make(rows)
+
+    # Slice by slice, which is faster and leaves nothing as large as the whole beside it.
+    num_slices = _num_slices(len(jax.tree.leaves(rows)[0]))
+    slices = jax.tree.map(lambda x: x.reshape(num_slices, -1, x.shape[1]), rows)
+    made = lax.map(lay_out, slices)
+    return packed.merge(made) if is_packed else grouped.merge(made)
+
+
+def _quantize(dtype: DTypeLike, bits: Bits, rows: Shaped[Array, "F D"]) -> GroupedWeight:
+    """rows: floats of a dtype, or their bits."""
+    return quantize(lax.bitcast_convert_type(rows, dtype).T, bits)
+
+
+def _as_bits(x: Array) -> Array:
+    return lax.bitcast_convert_type(x, jnp.uint16)
+
+
+def _num_slices(num_out: int) -> int:
+    """The most slices of equal whole panels, SLICE outputs at least."""
+    panels, rest = divmod(num_out, PANEL)
+    most = max(num_out // SLICE, 1) if rest == 0 else 1
+    return max(n for n in range(1, most + 1) if rest or panels % n == 0)

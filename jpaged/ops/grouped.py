@@ -7,6 +7,7 @@ plain JAX, as what they stand for in the dtype of the rows; `jpaged.ops.packed` 
 from collections.abc import Sequence
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
@@ -95,17 +96,23 @@ def grouped_bytes(D: int, F: int, bits: Bits) -> int:
     return -(-D // GROUP) * F * group_bytes
 
 
-def join(parts: Sequence[GroupedRows]) -> GroupedWeight | None:
+def transpose(rows: GroupedRows) -> GroupedWeight:
+    """The same weight with inputs first."""
+    leasts = None if rows.leasts is None else rows.leasts.T
+    return GroupedWeight(rows.numbers.T, rows.scales.T, leasts)
+
+
+def join(parts: Sequence[GroupedRows]) -> GroupedRows | None:
     """Weights of the same inputs as one, their outputs in order; None if not all are of one kind,
     with leasts or without."""
     if len({part.leasts is None for part in parts}) > 1:
         return None
-    leasts = [part.leasts for part in parts if part.leasts is not None]
-    return GroupedWeight(
-        jnp.concatenate([part.numbers for part in parts]).T,
-        jnp.concatenate([part.scales for part in parts]).T,
-        jnp.concatenate(leasts).T if leasts else None,
-    )
+    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
+
+
+def merge(slices: GroupedWeight) -> GroupedWeight:
+    """Weights of the same inputs, stacked along a new first axis, as one, outputs in order."""
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1), slices)
 
 
 @linear.register

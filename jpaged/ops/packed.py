@@ -4,8 +4,10 @@ A panel is cut into steps of 32 inputs, which in a quantized weight share scales
 last panel and the last step.
 """
 
+from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
@@ -62,6 +64,14 @@ def _panels(weight: Shaped[Array, "D F"]) -> Shaped[Array, "panels depth outputs
 def _by_panel(x: Float[Array, "steps F"]) -> Float[Array, "panels steps outputs"]:
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % PANEL)))
     return x.reshape(x.shape[0], -1, PANEL).transpose(1, 0, 2)
+
+
+def merge(slices: PackedWeight) -> PackedWeight:
+    """Weights of the same inputs and whole panels, stacked along a new first axis, as one, outputs
+    in order."""
+    num_out = slices.num_out * slices.panels.shape[0]
+    merged = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), slices)
+    return replace(merged, num_out=num_out)
 
 
 @linear.register
