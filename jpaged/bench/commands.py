@@ -72,7 +72,9 @@ def _add_serve_options(parser: argparse.ArgumentParser) -> None:
 def _add_kernel_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="whose shapes to take (default: SmolLM2-135M's)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--reps", type=positive, default=20, help="calls of each (default 20)")
+    parser.add_argument(
+        "--reps", type=positive, default=20, help="least calls of each (default 20)"
+    )
     parser.add_argument("--json-out", type=output_path, help="append the lines to this file")
 
 

@@ -6,6 +6,7 @@ does not lie in a core's own caches, as it would not in a step with many layers.
 
 import dataclasses
 import functools as ft
+import itertools
 import math
 import random
 import statistics
@@ -27,6 +28,7 @@ from jpaged.ops.kv_cache import LayerKV, init_layer_kv, write_kv
 from jpaged.ops.packed import pack
 
 COLD_BYTES = 64 * 2**20  # what the calls of a case read before they read the same again
+MIN_SECONDS = 0.3  # of a case: the load of the machine is told in ticks of 10 ms
 _MAX_COPIES = 64
 
 Form = Callable[[int], jax.Array]
@@ -99,7 +101,8 @@ def measure(
     num_rows: Sequence[int] = NUM_ROWS,
     cold_bytes: int = COLD_BYTES,
 ) -> Iterator[dict[str, Any]]:
-    """Times every case, `reps` calls of each implementation. Yields figures that JSON can hold.
+    """Times every case, at least `reps` calls of each implementation and MIN_SECONDS. Yields
+    figures that JSON can hold.
 
     ms: the median call. gb_per_s, gflop_per_s: what a call must read and write, and compute, by
     it. times_as_fast: as XLA's form.
@@ -271,7 +274,10 @@ def _rounded(figures: Mapping[str, float]) -> dict[str, float]:
 def _race(forms: Mapping[str, Form], reps: int) -> dict[str, float]:
     """Median seconds of a call. All take turns, to meet the same load."""
     seconds: dict[str, list[float]] = {name: [] for name in forms}
-    for i in range(reps):
+    begun = time.perf_counter()
+    for i in itertools.count():
+        if i >= reps and time.perf_counter() - begun >= MIN_SECONDS:
+            break
         for name, form in forms.items():
             start = time.perf_counter()
             form(i).block_until_ready()

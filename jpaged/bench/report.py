@@ -62,6 +62,7 @@ def setting(llm: LLM, model: str) -> dict[str, Any]:
         "engine": "jpaged",
         "model": Path(model).name,
         "dtype": llm.dtype,
+        "quantization": config.quantization,
         "implementation": config.implementation,
         "block_size": config.cache.block_size,
         "max_model_len": config.max_model_len,

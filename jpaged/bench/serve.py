@@ -20,6 +20,8 @@ from jpaged.bench.timing import RequestTimes, summarize
 from jpaged.bench.workload import WorkItem
 from jpaged.engine.compiled import compile_clock
 
+_MOST_WARM_UPS = 4
+
 
 def measure(
     model: str,
@@ -29,8 +31,8 @@ def measure(
     goodput: Mapping[str, float],
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Serves a workload twice, with the same arrivals and an empty prefix cache: to compile what it
-    needs, then by the clock.
+    """Serves a workload several times, with the same arrivals and an empty prefix cache: until
+    nothing is left to compile, then by the clock.
 
     request_rate: requests/s on average; `math.inf`: all at once. goodput: goals in ms by latency
     (ttft, tpot, e2el); requests that meet them all are counted per second. options: `LLM`'s; their
@@ -60,8 +62,7 @@ async def _measure(
     llm: LLM, workload: Sequence[WorkItem], waits: Sequence[float], goodput: Mapping[str, float]
 ) -> dict[str, Any]:
     async with AsyncEngine(llm) as engine:
-        await _serve(engine, workload, waits)
-        await engine.reset_prefix_cache()
+        await _warm_up(engine, workload, waits)
         compiled = report.programs()
         before = (await engine.snapshot()).stats
         with LoadClock() as clock:
@@ -83,6 +84,18 @@ async def _measure(
         **compiled,
         "num_programs_while_measured": compile_clock.num_programs - compiled["num_programs"],
     }
+
+
+async def _warm_up(
+    engine: AsyncEngine, workload: Sequence[WorkItem], waits: Sequence[float]
+) -> None:
+    """Which requests meet in a step is a matter of time, and so is what it compiles."""
+    for _ in range(_MOST_WARM_UPS):
+        num_before = compile_clock.num_programs
+        await _serve(engine, workload, waits)
+        await engine.reset_prefix_cache()
+        if compile_clock.num_programs == num_before:
+            return
 
 
 async def _serve(

@@ -33,7 +33,7 @@ def main() -> None:
     def run(requests: Sequence[Request]) -> int:
         return sum(complete(llama, request) for request in requests for _ in range(request.n))
 
-    measuring.measure(args, run, packages=("llama-cpp-python",), reset=llama.reset)
+    measuring.measure(args, run, packages=("llama-cpp-python",))
 
 
 def complete(llama: Llama, request: Request) -> int:

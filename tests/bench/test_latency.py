@@ -41,6 +41,7 @@ def test_equal_requests_in_batches(capsys: pytest.CaptureFixture[str]):
     assert result["num_programs_while_measured"] == 0
     assert len(result["wall_s_of_reps"]) == len(result["other_cpu_share"]) == 3
     assert result["implementation"] in ("xla", "native")
+    assert (result["dtype"], result["quantization"]) == ("float32", None)
 
 
 def test_a_workload_one_request_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -12,9 +12,9 @@ import pytest
 
 SCRIPTS = Path(__file__).resolve().parent.parent.parent / "scripts"
 WORKERS = sorted((SCRIPTS / "peers").glob("*.py"))
-MANY = [{"prompt_ids": [1, 2], "max_tokens": 3, "n": 2, "temperature": 0.5, "ignore_eos": True}] * 5
-STREAM = [{"id": "a", "prompt_ids": [1, 2, 3, 4], "max_tokens": 9}]
-PROMPTS = [{"prompt_ids": [1] * 40, "max_tokens": 2}] * 3
+MANY = [{"prompt_ids": [1, 9], "max_tokens": 3, "n": 2, "temperature": 0.5, "ignore_eos": True}] * 5
+STREAM = [{"id": "a", "prompt_ids": [1, 2, 3, 9], "max_tokens": 9}]
+PROMPTS = [{"prompt_ids": [1, 9] * 20, "max_tokens": 2}] * 3
 
 
 @pytest.fixture
@@ -153,21 +153,21 @@ def test_workers_measure_what_the_workload_is_for(
     args = argparse.Namespace(
         model="some/m", workload=str(write(tmp_path / "w.jsonl", lines)), dtype="x", limit=None
     )
-    calls = []
+    calls, prompts = [], []
 
     def run(requests) -> int:
         calls.append((len(requests), max(one.max_tokens for one in requests)))
+        prompts.append(requests[0].prompt_ids)
         return sum(one.n * one.max_tokens for one in requests)
 
-    def reset() -> None:
-        calls.append("reset")
-
-    measuring.measure(args, run, packages=("pytest",), reset=reset, slots=3)
+    measuring.measure(args, run, packages=("pytest",), slots=3)
     line = json.loads(capsys.readouterr().out)
     whole = (len(lines), lines[0]["max_tokens"])
     warm_up = (min(len(lines), 4), min(lines[0]["max_tokens"], 4))
-    cuts = ["reset", (len(lines), 1)] * 3 if is_stream or is_prompt else []
-    assert calls == [(1, 1), warm_up, "reset", whole, *cuts]
+    cuts = [(len(lines), 1)] * 3 if is_stream or is_prompt else []
+    assert calls == [(1, 1), warm_up, whole, *cuts]
+    assert prompts[2] == lines[0]["prompt_ids"]  # in disguise before and after
+    assert len({tuple(ids[:2]) for ids in prompts[1:]}) == len(prompts) - 1
     assert ("ms_per_output_token" in line) == is_stream
     assert ("prompt_tokens_per_s" in line) == is_prompt
     num_output = sum(one.get("n", 1) * one["max_tokens"] for one in lines)
@@ -193,6 +193,19 @@ def test_an_engine_that_stops_early_is_found_out(measuring, tmp_path: Path, caps
     measuring.measure(args, run, packages=(), warms_up_whole=True)
     assert sizes == [1, 2, 2]
     assert json.loads(capsys.readouterr().out)["outputs_ok"] is False
+
+
+def test_a_disguise_keeps_lengths_ranges_and_shared_prefixes(measuring):
+    prompts = [[3, 14, 15, 9, 20], [3, 14, 15, 2], [7] * 6]
+    requests = [measuring.Request(ids, 5) for ids in prompts]
+    for key in range(1, 8):
+        disguised = [one.prompt_ids for one in measuring.disguise(requests, key)]
+        assert [len(ids) for ids in disguised] == [5, 4, 6]
+        assert all(0 <= token_id <= 20 for ids in disguised for token_id in ids)
+        assert disguised[0][:3] == disguised[1][:3]
+        assert disguised[0][3] != disguised[1][3]
+        assert disguised[0][0] not in (3, disguised[2][0])
+    assert measuring.disguise(requests, 0) == requests
 
 
 def test_workers_know_nothing_of_jpaged():
