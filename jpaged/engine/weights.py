@@ -18,7 +18,6 @@ from jpaged.loading.gguf_groups import has_groups, read_groups
 from jpaged.loading.stored import StoredTensor, read_tensor
 from jpaged.models.prepare import ServingFormat, join_layers, split_layers
 from jpaged.models.registry import abstract_params
-from jpaged.native import huge_pages
 from jpaged.typing import Params
 
 # What a file calls dtypes that need not be widened to lose nothing.
@@ -79,13 +78,12 @@ def _lay_out(
 ) -> Params:
     ends, layers = split_layers(tree)
     # The largest parts first, while there is least beside them.
-    place = huge_pages.place if form.implementation == "native" else lambda part: part
-    served_ends = place(compiled.prepare_ends(read(ends), form=form, tied=model.tied))
+    served_ends = compiled.prepare_ends(read(ends), form=form, tied=model.tied)
     served: dict[int, Params] = {}
     for i, layer in layers.items():
         # A part is read while the one before it is laid out: more would only lie and wait.
         jax.block_until_ready(served.get(i - 1, served_ends))
-        served[i] = place(compiled.prepare_layer(read(layer), form=form))
+        served[i] = compiled.prepare_layer(read(layer), form=form)
     return join_layers(served_ends, served)
 
 

@@ -123,7 +123,7 @@ inline void multiply_panel_of_integers(const Product& p, const Rows& rows, int64
   Shapes shapes;
   for (; t < end; t += INT_ROWS) {
     const int num = static_cast<int>(std::min<int64_t>(INT_ROWS, end - t));
-    shapes.set(2 * num, DEPTH);
+    set_shapes(shapes, 2 * num, DEPTH);
     if (p.kind == Kind::i8)
       multiply_integers<Kind::i8>(p, rows, panel, t, num, sums);
     else

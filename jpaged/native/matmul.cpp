@@ -54,10 +54,14 @@ void run(const Product& p, int64_t num_threads, const Schedule& schedule) {
   share_out(num_blocks, num_threads, schedule, [&](int64_t i) {
     for (int64_t t = i * BLOCK; t < std::min(p.T, (i + 1) * BLOCK); ++t) form.make_ready(p, rows, t);
   });
-  const int64_t num_panels = p.num_panels(), num_parts = (p.T + TASK_ROWS - 1) / TASK_ROWS;
-  share_out(num_panels * num_parts, num_threads, schedule, [&](int64_t i) {
-    const int64_t t = i / num_panels * TASK_ROWS;
-    form.multiply_panel(p, rows, i % num_panels, t, std::min<int64_t>(t + TASK_ROWS, p.T));
+  const int64_t num_parts = (p.T + TASK_ROWS - 1) / TASK_ROWS;
+  // Few rows wait for the weights, which come fastest in one stream: a task takes many panels.
+  const int64_t run = p.T > BLOCK ? 1 : std::max<int64_t>(1, p.num_panels() / (4 * num_threads));
+  const int64_t num_runs = (p.num_panels() + run - 1) / run;
+  share_out(num_runs * num_parts, num_threads, schedule, [&](int64_t i) {
+    const int64_t t = i / num_runs * TASK_ROWS, end = std::min<int64_t>(t + TASK_ROWS, p.T);
+    const int64_t first = i % num_runs * run, last = std::min(first + run, p.num_panels());
+    for (int64_t panel = first; panel < last; ++panel) form.multiply_panel(p, rows, panel, t, end);
   });
 }
 

@@ -2,63 +2,26 @@
 
 #pragma once
 
-// JPAGED_NO_TILES: for tests of the other form, on a processor that has them.
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && \
-    defined(__AVX512F__) && defined(__linux__) && !defined(JPAGED_NO_TILES)
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#define HAS_TILES 1
-#else
-#define HAS_TILES 0
-#endif
-
 #include <algorithm>
 
+#include "amx.h"
 #include "product.h"
 
 #if HAS_TILES
 
 namespace jpaged::tiles {
 
-constexpr int SIDE = 16;      // rows of a tile, and its float32 or int32 columns
-constexpr int ROW_BYTES = 64;
 constexpr int PREFETCH = 8192;  // bytes ahead of the weights being read
 
-// Linux lets a process use tiles once it has asked.
-inline bool is_allowed() {
-  constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
-  static const bool allowed = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
-  return allowed;
+// Shapes for sums of `num` rows in tiles 0 to 3, rows of `x_bytes` in 4 and 5, weights in 6 and 7.
+inline void set_shapes(Shapes& shapes, int num, int x_bytes) {
+  const auto upper = static_cast<uint8_t>(std::min(num, SIDE));
+  const auto lower = static_cast<uint8_t>(std::max(num - SIDE, 1));
+  const auto bytes = static_cast<uint8_t>(x_bytes), full = static_cast<uint8_t>(ROW_BYTES);
+  const auto depth = static_cast<uint8_t>(x_bytes / 4);  // a weight's row: four bytes an output
+  shapes.set({upper, upper, lower, lower, upper, lower, depth, depth},
+             {full, full, full, full, bytes, bytes, full, full});
 }
-
-// The shapes of this thread's eight tiles, until the end of the scope.
-class Shapes {
- public:
-  // For sums of `num` rows in tiles 0 to 3, rows of `x_bytes` in 4 and 5, and weights in 6 and 7.
-  void set(int num, int x_bytes) {
-    if (num == current_) return;
-    current_ = num;
-    struct alignas(64) Config {
-      uint8_t palette, start, reserved[14];
-      uint16_t bytes[16];
-      uint8_t rows[16];
-    } config{};
-    config.palette = 1;
-    const int upper = std::min(num, SIDE), lower = std::max(num - SIDE, 1);
-    const int weights = x_bytes / 4;  // a tile's row is four bytes of an input for each output
-    const int rows[8] = {upper, upper, lower, lower, upper, lower, weights, weights};
-    for (int i = 0; i < 8; ++i) {
-      config.rows[i] = static_cast<uint8_t>(rows[i]);
-      config.bytes[i] = static_cast<uint16_t>(i == 4 || i == 5 ? x_bytes : ROW_BYTES);
-    }
-    _tile_loadconfig(&config);
-  }
-  ~Shapes() { _tile_release(); }
-
- private:
-  int current_ = 0;
-};
 
 inline void prefetch(const void* from, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 64)
@@ -87,7 +50,7 @@ void multiply_pairs(const uint16_t* x, int64_t x_cut, int64_t stride, const uint
       if (weight_loaded != term.weight) {
         _tile_loadd(6, b, 2 * ROW_BYTES);
         _tile_loadd(7, b + DEPTH, 2 * ROW_BYTES);
-        if (!is_tall) prefetch(b, DEPTH * PANEL * 2);
+        prefetch(b, DEPTH * PANEL * 2);
       }
       if (x_loaded != term.x) {
         _tile_loadd(4, a, stride * 2);
@@ -172,7 +135,7 @@ inline void multiply_panel(const Product& p, const Rows& rows, int64_t panel, in
   Shapes shapes;
   for (; t < end; t += BLOCK) {
     const int num = static_cast<int>(std::min<int64_t>(BLOCK, end - t));
-    shapes.set(num, DEPTH * 2);
+    set_shapes(shapes, num, DEPTH * 2);
     if (is_single)
       multiply_pairs<ONE>(x + t * stride, 0, stride, weight, 0, p.num_steps(), num, sums);
     else
