@@ -19,6 +19,7 @@ where it is a single stream. Each run's own figures go to stderr as they come.
 import argparse
 import json
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -44,6 +45,8 @@ FIGURES = (
     *("total_tokens_per_s", "wall_s", "peak_rss_mib", "cold_start_s"),
 )
 Result = dict[str, Any]
+Results = dict[Path, dict[str, list[Result]]]
+"""Of every round, by workload and engine."""
 
 
 class Peer(NamedTuple):
@@ -74,7 +77,8 @@ def read_peer(text: str) -> Peer:
 
 
 def main() -> int:
-    """Reads the command line, runs and prints. Returns 1 if a run failed, else 0."""
+    """Reads the command line, runs and prints. Returns 1 if a run failed or all were
+    interrupted, else 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", required=True, help="a Hugging Face directory")
     parser.add_argument("--workload", required=True, nargs="+", type=Path)
@@ -84,7 +88,29 @@ def main() -> int:
     parser.add_argument("--limit", type=int, help="only the first requests")
     args, engine_options = parser.parse_known_args()
     peers: list[Peer] = args.peer or [read_peer("hf-static16")]
-    results: dict[Path, dict[str, list[Result]]] = {path: {} for path in args.workload}
+    results: Results = {path: {} for path in args.workload}
+    # What is told to stop, by a time limit too, tells what there is.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        num_failed = play(args, peers, engine_options, results)
+    except KeyboardInterrupt:
+        print("interrupted: the medians are over fewer rounds", file=sys.stderr)
+        num_failed = 1
+    for workload, by_label in results.items():
+        medians = {label: summary(of_rounds) for label, of_rounds in by_label.items()}
+        for label, median in medians.items():
+            print(json.dumps({**median, "engine": label, "workload": workload.stem}))
+        print(json.dumps({"workload": workload.stem, "times_as_fast_as": ratios(medians)}))
+    return 1 if num_failed else 0
+
+
+def play(
+    args: argparse.Namespace,
+    peers: Sequence[Peer],
+    engine_options: Sequence[str],
+    results: Results,
+) -> int:
+    """Plays all rounds, adds to the results as they come, and returns how many runs failed."""
     num_failed = 0
     for turn in range(args.rounds):
         for workload in args.workload:
@@ -98,12 +124,7 @@ def main() -> int:
                     continue
                 print(json.dumps(result), file=sys.stderr)
                 results[workload].setdefault(label, []).append(result)
-    for workload, by_label in results.items():
-        medians = {label: summary(of_rounds) for label, of_rounds in by_label.items()}
-        for label, median in medians.items():
-            print(json.dumps({**median, "engine": label, "workload": workload.stem}))
-        print(json.dumps({"workload": workload.stem, "times_as_fast_as": ratios(medians)}))
-    return 1 if num_failed else 0
+    return num_failed
 
 
 def turns(

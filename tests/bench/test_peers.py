@@ -132,6 +132,7 @@ def test_a_failed_run_fails_no_other(bench_peers, tmp_path: Path, monkeypatch, c
         }
 
     monkeypatch.setattr(bench_peers, "turns", turns)
+    monkeypatch.setattr(bench_peers.signal, "signal", lambda *_: None)
     argv = ["bench_peers", "--model", "m", "--workload", str(workload), "--rounds", "2"]
     monkeypatch.setattr(sys, "argv", argv)
     assert bench_peers.main() == 1
@@ -141,6 +142,30 @@ def test_a_failed_run_fails_no_other(bench_peers, tmp_path: Path, monkeypatch, c
     assert median["output_tokens_per_s_of_rounds"] == [8.0, 8.0]
     assert ratio == {"workload": "w", "times_as_fast_as": {}}
     assert told.err.count("silent failed") == told.err.count("broken failed") == 2
+
+
+def test_an_interrupted_comparison_tells_what_there_is(
+    bench_peers, tmp_path: Path, monkeypatch, capsys
+):
+    results = iter([result(6.0), result(3.0)])
+
+    def run(command):
+        try:
+            return next(results)
+        except StopIteration:
+            raise KeyboardInterrupt from None
+
+    monkeypatch.setattr(bench_peers, "run", run)
+    monkeypatch.setattr(bench_peers.signal, "signal", lambda *_: None)
+    workload = write(tmp_path / "w.jsonl", MANY)
+    argv = ["bench_peers", "--model", "m", "--workload", str(workload), "--rounds", "2"]
+    monkeypatch.setattr(sys, "argv", argv)
+    assert bench_peers.main() == 1
+    told = capsys.readouterr()
+    assert json.loads(told.out.splitlines()[-1])["times_as_fast_as"] == {
+        "hf-static16": {"output_tokens_per_s": 2.0}
+    }
+    assert "interrupted" in told.err
 
 
 @pytest.mark.parametrize(
