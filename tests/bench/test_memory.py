@@ -76,6 +76,7 @@ class Passes(UsageMeter):
         super()._add(usage)
 
 
+@pytest.mark.slow
 def test_a_prompt_beside_beams_is_weighed_with_its_own_blocks():
     """Not with the KV that the beams' window wrote after it, into blocks it took after it."""
     engine, intake = make_counting_engine(max_num_batched_tokens=64)
@@ -91,6 +92,7 @@ def test_a_prompt_beside_beams_is_weighed_with_its_own_blocks():
     assert all(0 <= one.waste < 1 and 0 <= one.sharing < 1 for one in meter.seen)
 
 
+@pytest.mark.slow
 def test_no_pass_has_less_kv_than_none_where_blocks_are_given_back():
     """A row writes more tokens in twelve steps than its blocks hold in the end."""
     windowed = Windowed(num_decode_steps=12)

@@ -130,7 +130,7 @@ def test_every_token_is_right_and_blocks_behind_the_window_are_free(limit, num_s
     assert int(num_free(state.pool)) == fresh().pool.ref_count.size - 1
 
 
-@pytest.mark.parametrize("num_new", [1, 3])
+@pytest.mark.parametrize("num_new", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_row_longer_than_the_pool_ends_in_the_most_blocks_it_can_hold(num_new):
     """And in one block fewer it would not."""
     for num_blocks, is_enough in ((most_held(num_new), True), (most_held(num_new) - 1, False)):

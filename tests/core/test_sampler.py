@@ -106,6 +106,7 @@ def test_rows_are_as_the_oracle_has_them_in_an_odd_vocabulary(drawn):
     check(drawn, FULL["processed_logprobs"])
 
 
+@pytest.mark.slow
 @given(drawn=batches(LARGE))
 @settings(max_examples=15)
 def test_rows_are_as_the_oracle_has_them_in_a_larger_vocabulary(drawn):
@@ -142,7 +143,7 @@ def test_bits_do_not_depend_on_order_and_neighbours(drawn, order, row):
     assert_same_bits(take(run(alone, sampler=sampler), [row]), take(got, [row]))
 
 
-@pytest.mark.parametrize("vocab_size", [SMALL, LARGE])
+@pytest.mark.parametrize("vocab_size", [SMALL, pytest.param(LARGE, marks=pytest.mark.slow)])
 @given(data=st.data())
 @settings(max_examples=15)
 def test_rows_without_rules_get_the_same_bits_from_the_plain_sampler(vocab_size, data):

@@ -84,7 +84,7 @@ def hf_beams(hf_model, prompt, width, length_penalty, early_stopping, eos_id):
     return sequences, found.sequences_scores
 
 
-@pytest.mark.parametrize("width", [4, 6])
+@pytest.mark.parametrize("width", [4, pytest.param(6, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("length_penalty", "early_stopping"), SETTINGS)
 def test_sequences_and_scores(family, width, length_penalty, early_stopping):
     hf_model, eos_id, llm, prompts = family

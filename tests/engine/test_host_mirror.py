@@ -236,10 +236,7 @@ class EngineLife(RuleBasedStateMachine):
 
 @pytest.mark.parametrize(
     "pool",
-    [
-        name if name in ("tight", "small blocks") else pytest.param(name, marks=pytest.mark.slow)
-        for name in POOLS
-    ],
+    [name if name == "tight" else pytest.param(name, marks=pytest.mark.slow) for name in POOLS],
 )
 def test_the_hosts_records_are_the_devices(pool):
     life = type("Life", (EngineLife,), {"options": POOLS[pool]})

@@ -203,6 +203,7 @@ def test_any_mix_gives_each_its_tokens_and_leaves_no_block(mix, num_steps):
     assert windowed.peak <= windowed.most_held
 
 
+@pytest.mark.slow  # test_beam_search has pools that one search fills
 def test_beams_longer_than_the_pool():
     windowed = Windowed(9, **TIGHT)
     params = BeamSearchParams(beam_width=2, max_tokens=12)
