@@ -167,6 +167,7 @@ def test_a_plan_takes_the_engines_options_and_the_devices(capsys):
         "--pipeline-parallel-size": "2",
         "--kv-cache-dtype": "fp8_e4m3",
         "--dtype": "half",
+        "--quantization": "int4",
         "--max-model-len": "auto",
         "--max-num-seqs": "8",
         "--max-num-batched-tokens": "1K",
@@ -218,6 +219,7 @@ def test_a_plan_starts_no_backend_and_reads_no_weights(tmp_path: Path):
         (["--device", "l4", "--tensor-parallel-size", "0"], "must be a whole number from 1"),
         (["--device", "l4", "--kv-cache-dtype", "int3"], "dtype='int3' is not one of"),
         (["--device", "l4", "--max-model-len", "1m"], "max_model_len=1000000 exceeds the"),
+        (["--device", "l4", "--quantization", "gguf"], "plan with int8 for Q8_0"),
         ([], "the following arguments are required: --device"),
     ],
 )
@@ -298,6 +300,7 @@ def test_bad_prompt_files_are_refused(tmp_path: Path, capsys, name, content, tol
         (["--max-model-len", "most"], "'most' is no size"),
         (["--gpu-memory-utilization", "1.5"], "gpu_memory_utilization must be above 0"),
         (["--implementation", "magic"], "implementation='magic' is unknown"),
+        (["--quantization", "fp8"], "'fp8' is unknown; choose int8 or int4 or gguf"),
         (["--temperature", "nan"], "temperature must be from 0 to 2, got nan"),
         (["--n", "0"], "n must be from 1"),
         (["--out", "no/such/folder/out.jsonl"], "no/such/folder is no directory"),
