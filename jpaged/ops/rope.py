@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jpaged.rope_config import RopeConfig
 from jpaged.typing import Array, Float, Int
@@ -27,7 +28,19 @@ def rope_angles(
     else:
         inv_freq = jnp.asarray(_INV_FREQ[rope.kind](rope))[None, :]
     angles = positions.astype(jnp.float32)[:, None] * inv_freq
-    return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
+    cos, sin = lax.platform_dependent(angles, cpu=_turn_once, default=_turn)
+    return cos * rope.attention_factor, sin * rope.attention_factor
+
+
+def _turn(angles: Float[Array, "T X"]) -> tuple[Float[Array, "T X"], Float[Array, "T X"]]:
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def _turn_once(angles: Float[Array, "T X"]) -> tuple[Float[Array, "T X"], Float[Array, "T X"]]:
+    """XLA takes cos and sin for cheap, and on a CPU computes them anew in every layer that uses
+    them; it does not look into a branch. Angles that are all 0 need none."""
+    at_rest = (jnp.ones_like(angles), jnp.zeros_like(angles))
+    return lax.cond(jnp.any(angles != 0), _turn, lambda _: at_rest, angles)
 
 
 def apply_rope(
