@@ -109,8 +109,8 @@ def make_programs(dtype: str, implementation: str) -> dict:
 @pytest.fixture(
     scope="module",
     params=[
-        ("float32", "xla"),
         ("bfloat16", "native"),
+        pytest.param(("float32", "xla"), marks=pytest.mark.slow),
         pytest.param(("float32", "native"), marks=pytest.mark.slow),
         pytest.param(("bfloat16", "xla"), marks=pytest.mark.slow),
     ],

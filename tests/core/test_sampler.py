@@ -93,7 +93,10 @@ def assert_same_bits(got: Sampled, want: Sampled) -> None:
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-@pytest.mark.parametrize("mode", FULL)
+@pytest.mark.parametrize(
+    "mode",
+    [mode if mode != "raw_logits" else pytest.param(mode, marks=pytest.mark.slow) for mode in FULL],
+)
 @given(drawn=batches(SMALL))
 @settings(max_examples=60)
 def test_rows_are_as_the_oracle_has_them(mode, drawn):
