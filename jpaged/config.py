@@ -64,8 +64,9 @@ class EngineConfig:
     dtype: of weights, KV and activations; auto is the checkpoint's.
     quantization: int8 or int4 makes numbers of so many bits of all matrices, in groups of 32 inputs
         with a scale (and, for int4, a least), when they are loaded; biases, norms and the embedding
-        table stay in `dtype`. gguf serves the numbers that a GGUF file has, without a change, where
-        they are Q8_0, Q4_0 or Q4_1, and its other matrices as int8.
+        table stay in `dtype`, and the LM head is int8 with int4 too. gguf serves the numbers that a
+        GGUF file has, without a change, where they are Q8_0, Q4_0 or Q4_1, and its other matrices
+        as int8.
     max_model_len: most tokens of a request, prompt and output together. None takes what the model
         can; "auto" (or -1) as much of that as one request can have of the block pool.
     max_num_seqs: rows, so the most sequences resident at once.
@@ -81,8 +82,8 @@ class EngineConfig:
     logprobs_mode: what is told of an id: its log-probability or logit, raw from the model, or after
         all that a request does to it.
     logits_processors: `LogitsProcessor`s that requests may name, compiled into the steps.
-    head_dtype: of the last product, which gives the logits; auto is `dtype`, or quantized as all
-        others; float32 keeps the head's weights as precise as the checkpoint has them.
+    head_dtype: of the last product, which gives the logits; auto is `dtype`, or int8 if matrices
+        are quantized; float32 keeps the head's weights as precise as the checkpoint has them.
     max_stop_ids, max_logit_bias, max_bad_words, max_bad_word_len: most stop ids, biased ids, bad
         words (each spelling counts) and tokens of one, that a request may ask for.
     compilation_cache_dir: where compiled programs are kept between runs; "" keeps none.

@@ -69,8 +69,8 @@ class ServingFormat:
 
     @property
     def head_bits(self) -> Bits | None:
-        """Of the LM head's numbers."""
-        return self.bits if self.head_dtype is None else None
+        """Of the LM head's numbers: 8 with int4 too, for what is lost there is lost in logits."""
+        return "int8" if self.bits and self.head_dtype is None else None
 
 
 def prepare(
@@ -88,7 +88,8 @@ def prepare(
         quantized.
     implementation: of the products; "native" packs their matrices, which no other can read.
     quantization: int8 or int4 makes the matrices numbers of so many bits, in groups of 32 inputs,
-        from the precision that `params` have; biases, norms and the embedding table stay floats.
+        from the precision that `params` have; biases, norms and the embedding table stay floats,
+        and the LM head has 8 bits with int4 too.
 
     Raises ConfigError if the quantization is unknown.
     """
