@@ -3,12 +3,15 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKED_PACKAGES = ("jpaged.core", "jpaged.ops", "jpaged.models")
+# XLA's newer emitters of CPU code take half of all the time it takes to compile.
+QUICK = {"xla_cpu_use_fusion_emitters": False}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -39,10 +42,20 @@ def compile_for_tests(request: pytest.FixtureRequest) -> Iterator[None]:
     They are dropped behind it: of little use to the next, and gigabytes in the end.
     """
     import jax
+    from jax._src import compiler  # a public way there is for a single function only
+
+    get_compile_options = compiler.get_compile_options
+
+    def quick_options(*args: Any, env_options_overrides: Any = None, **options: Any) -> Any:
+        overrides = QUICK | dict(env_options_overrides or {})
+        return get_compile_options(*args, env_options_overrides=overrides, **options)
 
     is_optimized = request.node.get_closest_marker("optimized") is not None
     jax.config.update("jax_disable_most_optimizations", not is_optimized)
-    yield
+    with pytest.MonkeyPatch.context() as patched:
+        if not is_optimized:
+            patched.setattr(compiler, "get_compile_options", quick_options)
+        yield
     jax.clear_caches()
 
 

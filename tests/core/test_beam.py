@@ -31,6 +31,7 @@ from tests.oracles.beam_search import hf_beam_search, vllm_beam_search
 
 EARLY_STOPPING = {HF_FALSE: False, HF_TRUE: True, HF_NEVER: "never"}
 NUM_EOS, MAX_TOKENS = 2, 8
+WIDTHS_AND_STEPS = [(1, 3), (3, 1), (3, 3), (4, 8)]  # each pair is a program of its own
 
 _window = jax.jit(
     ft.partial(beam_window, forward=fragile_forward),
@@ -142,11 +143,12 @@ def test_bad_numbers_end_their_group_alone():
         assert_found(results(beams, 1), want)
 
 
-@pytest.mark.parametrize("num_before", [1, 3, 6])
-def test_a_search_interrupted_and_spread_again_finds_the_same(num_before):
+@pytest.mark.parametrize("steps_before", [(1,), (3,), (3, 3)])
+def test_a_search_interrupted_and_spread_again_finds_the_same(steps_before):
     prompt, rows = [3, 1, 4, 1, 5, 9, 2], [1, 2, 3]
     state, beams = read_prompt(prompt, rows)
-    state, beams, _ = window(state, beams, num_before)
+    for num_steps in steps_before:
+        state, beams, _ = window(state, beams, num_steps)
     sequences = [tokens_of(state, row) for row in rows]
     state = let_go(state, *rows)
 
@@ -176,19 +178,19 @@ tokens = st.lists(st.integers(0, 49), min_size=1, max_size=11)
 @settings(max_examples=40)
 @given(
     prompts=st.lists(tokens, min_size=2, max_size=2),
-    width=st.sampled_from([1, 3, 4]),
+    sizes=st.sampled_from(WIDTHS_AND_STEPS),
     max_tokens=st.integers(1, MAX_TOKENS),
-    num_steps=st.sampled_from([1, 3, 8]),
     rule=st.sampled_from([VLLM, HF_FALSE, HF_TRUE, HF_NEVER]),
     eos_ids=st.lists(st.integers(0, 49), min_size=NUM_EOS, max_size=NUM_EOS, unique=True),
     length_penalty=st.sampled_from([0.0, 1.0, 2.0, -1.0]),
     ignores_eos=st.booleans(),
 )
 def test_windows_find_what_the_rules_say(
-    prompts, width, max_tokens, num_steps, rule, eos_ids, length_penalty, ignores_eos
+    prompts, sizes, max_tokens, rule, eos_ids, length_penalty, ignores_eos
 ):
     """Two groups at a time; no window takes more blocks than it announced, none copies more than
     it must, and every block is free in the end."""
+    width, num_steps = sizes
     if rule != VLLM:
         ignores_eos = False
     rows = [list(range(1, 1 + width)), list(range(5, 5 + width))]

@@ -14,8 +14,6 @@ from jpaged.errors import ConfigError, EngineClosedError, RequestError
 from jpaged.models.forward import dense_forward, init_params
 from tests.models.test_model_config import LLAMA
 
-pytestmark = pytest.mark.optimized
-
 CONFIG_OPTIONS = {
     "max_model_len": 64,
     "block_size": 8,
@@ -45,6 +43,18 @@ def llm(config):
         yield llm
 
 
+@pytest.fixture(scope="module")
+def dense_logits(config):
+    """Logits of the dense model with the engine's first weights; one program for any length."""
+    params, forward = tiny_params(config, 0), jax.jit(dense_forward(config))
+
+    def logits(token_ids: list[int]) -> np.ndarray:
+        padded = np.pad(np.array(token_ids, np.int32), (0, 32 - len(token_ids)))
+        return np.asarray(forward(params, padded))[: len(token_ids)]
+
+    return logits
+
+
 def tokens_of(outputs) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
@@ -58,24 +68,20 @@ def test_results_come_in_input_order_with_their_prompts(llm):
     assert llm.generate([], GREEDY) == []
 
 
-def test_tokens_are_the_dense_models(llm, config):
-    params, forward = tiny_params(config, 0), dense_forward(config)
+def test_tokens_are_the_dense_models(llm, dense_logits):
     outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     for output in outputs:
         whole = output.prompt_token_ids + output.outputs[0].token_ids
-        logits = np.asarray(forward(params, jnp.array(whole, jnp.int32)))
-        best = logits.argmax(axis=1)[len(output.prompt_token_ids) - 1 : -1]
+        best = dense_logits(whole).argmax(axis=1)[len(output.prompt_token_ids) - 1 : -1]
         assert output.outputs[0].token_ids == best.tolist()
 
 
-def test_logprobs_of_sampled_tokens_are_the_dense_models(llm, config):
-    forward = dense_forward(config)
+def test_logprobs_of_sampled_tokens_are_the_dense_models(llm, dense_logits):
     params = SamplingParams(temperature=0.8, top_k=20, seed=3, max_tokens=6, logprobs=0, n=2)
     (output,) = llm.generate([PROMPTS[1]], params, use_tqdm=False)
     for completion in output.outputs:
-        whole = jnp.array(PROMPTS[1] + completion.token_ids, jnp.int32)
-        logits = forward(tiny_params(config, 0), whole)[len(PROMPTS[1]) - 1 : -1]
-        wanted = jax.nn.log_softmax(logits)[jnp.arange(6), jnp.array(completion.token_ids)]
+        logits = dense_logits(PROMPTS[1] + completion.token_ids)[len(PROMPTS[1]) - 1 : -1]
+        wanted = jax.nn.log_softmax(logits)[np.arange(6), completion.token_ids]
         got = [next(iter(entry.values())).logprob for entry in completion.logprobs]
         np.testing.assert_allclose(got, wanted, atol=1e-4)
         np.testing.assert_allclose(completion.cumulative_logprob, sum(got), rtol=1e-6)
@@ -271,48 +277,3 @@ def test_start_up_tells_the_capacity(config, caplog):
     assert "KV cache size: 160 tokens" in caplog.text
     assert "Maximum concurrency for 64 tokens per request: 2.50x" in caplog.text
     assert "Model loading took" in caplog.text
-
-
-def deterministic_runs(config, dtype: str, *, deterministic: bool) -> list[tuple]:
-    """Tokens and log-probabilities of one request: alone, in crowds, chunked, preempted."""
-    wide = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "max_model_len": 64, "block_size": 8}
-    chunked = wide | {"max_num_batched_tokens": 16, "num_decode_steps": 1}
-    preempted = chunked | {"num_gpu_blocks_override": 24}
-    greedy = SamplingParams(temperature=0.0, max_tokens=20, logprobs=0)
-    rng = np.random.default_rng(0)
-    crowd = [rng.integers(0, 100, n).tolist() for n in rng.integers(1, 40, 11)]
-    found = []
-    for options, prompts in (
-        (wide, [PROMPTS[1]]),
-        (wide, [*crowd, PROMPTS[1]]),
-        (wide, [PROMPTS[1], *crowd[::-1]]),
-        (chunked, [*crowd[:4], PROMPTS[1], *crowd[4:]]),
-        (preempted, [*crowd[:2], PROMPTS[1], *crowd[2:]]),
-    ):
-        with LLM(
-            model=config,
-            params=tiny_params(config, 0),
-            dtype=dtype,
-            deterministic=deterministic,
-            **options,
-        ) as llm:
-            outputs = llm.generate(prompts, greedy, use_tqdm=False)
-            if options is preempted:
-                assert llm.stats.num_preemptions > 0
-        (mine,) = (o.outputs[0] for o in outputs if o.prompt_token_ids == PROMPTS[1])
-        found.append((tuple(mine.token_ids), mine.cumulative_logprob))
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_deterministic_mode_gives_the_same_bits_in_any_company(config, dtype):
-    found = deterministic_runs(config, dtype, deterministic=True)
-    assert len(set(found)) == 1, found
-
-
-@pytest.mark.slow
-def test_without_the_mode_bits_do_differ(config):
-    """The control: cumulative log-probabilities show what the mode takes away."""
-    found = deterministic_runs(config, "float32", deterministic=False)
-    assert len(set(found)) > 1, found

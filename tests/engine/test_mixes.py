@@ -3,12 +3,13 @@
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jpaged import LLM, BeamSearchParams, SamplingParams
 from jpaged.config import ModelConfig
 from jpaged.core.state import check_invariants
-from tests.engine.test_llm import tiny_params
+from tests.engine.test_llm import PROMPTS, tiny_params
 from tests.models.test_model_config import LLAMA
 
 pytestmark = pytest.mark.optimized
@@ -104,3 +105,49 @@ def test_each_request_gets_what_it_gets_alone(num_blocks: int, num_mixes: int):
             for place, found in mixed.items():
                 assert found == alone[place], (seed, place)
         assert (llm.stats.num_preemptions > 0) == (num_blocks == 20)
+
+
+def deterministic_runs(dtype: str, *, deterministic: bool) -> list[tuple]:
+    """Tokens and log-probabilities of one request: alone, in crowds, chunked, preempted."""
+    config = ModelConfig.from_hf(LLAMA)
+    wide = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "max_model_len": 64, "block_size": 8}
+    chunked = wide | {"max_num_batched_tokens": 16, "num_decode_steps": 1}
+    preempted = chunked | {"num_gpu_blocks_override": 24}
+    greedy = SamplingParams(temperature=0.0, max_tokens=20, logprobs=0)
+    rng = np.random.default_rng(0)
+    crowd = [rng.integers(0, 100, n).tolist() for n in rng.integers(1, 40, 11)]
+    found = []
+    for options, prompts in (
+        (wide, [PROMPTS[1]]),
+        (wide, [*crowd, PROMPTS[1]]),
+        (wide, [PROMPTS[1], *crowd[::-1]]),
+        (chunked, [*crowd[:4], PROMPTS[1], *crowd[4:]]),
+        (preempted, [*crowd[:2], PROMPTS[1], *crowd[2:]]),
+    ):
+        with LLM(
+            model=config,
+            params=tiny_params(config, 0),
+            dtype=dtype,
+            deterministic=deterministic,
+            **options,
+        ) as llm:
+            outputs = llm.generate(prompts, greedy, use_tqdm=False)
+            if options is preempted:
+                assert llm.stats.num_preemptions > 0
+        (mine,) = (o.outputs[0] for o in outputs if o.prompt_token_ids == PROMPTS[1])
+        found.append((tuple(mine.token_ids), mine.cumulative_logprob))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_deterministic_mode_gives_the_same_bits_in_any_company(dtype):
+    found = deterministic_runs(dtype, deterministic=True)
+    assert len(set(found)) == 1, found
+
+
+@pytest.mark.slow
+def test_without_the_mode_bits_do_differ():
+    """The control: cumulative log-probabilities show what the mode takes away."""
+    found = deterministic_runs("float32", deterministic=False)
+    assert len(set(found)) > 1, found

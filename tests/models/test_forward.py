@@ -1,4 +1,4 @@
-"""The paged forward against dense ones: chunks, decoding, dynamic rope, bits; and the trees."""
+"""The paged forward against dense ones: chunks, decoding, dynamic rope; and the trees."""
 
 import dataclasses
 
@@ -16,8 +16,6 @@ from jpaged.models.registry import MODELS, abstract_model, abstract_params, cano
 from tests.models import hf_models
 from tests.models.hf_models import CASES
 from tests.models.paged import empty_cache, run_paged
-
-pytestmark = pytest.mark.optimized
 
 PROMPT_LENS = (19, 6)
 
@@ -69,32 +67,6 @@ def cached_hf_logits(name: str, token_ids: np.ndarray, prompt_len: int) -> np.nd
             cache = out.past_key_values
             logits.append(out.logits[0].numpy())
     return np.concatenate(logits)
-
-
-def runs_alone_and_together(dtype: str, *, deterministic: bool) -> tuple[list[np.ndarray], ...]:
-    config, _, serving = make_model("gemma2", dtype)
-    forward = make_forward(config, deterministic=deterministic)
-    sequences = random_sequences(config)
-
-    def run(rows: list[int], chunk: int) -> list[np.ndarray]:
-        cache = empty_cache(config, len(rows), dtype)
-        chosen, prompt_lens = ([x[row] for row in rows] for x in (sequences, PROMPT_LENS))
-        return run_paged(forward, serving, cache, chosen, prompt_lens, chunk=chunk)
-
-    return [run([row], 5)[0] for row in (0, 1)], run([0, 1], 64)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_deterministic_bits_do_not_depend_on_the_batch(dtype: str):
-    alone, together = runs_alone_and_together(dtype, deterministic=True)
-    for one, other in zip(alone, together, strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-def test_bits_do_depend_on_the_batch_without_determinism():
-    """The control: what the mode is for shows on this model."""
-    alone, together = runs_alone_and_together("float32", deterministic=False)
-    assert any(np.any(one != other) for one, other in zip(alone, together, strict=True))
 
 
 def test_make_forward_gives_the_same_object_for_equal_configs():
