@@ -40,6 +40,9 @@ def make_rows(params: list[dict], *, seeds: list[int] | None = None) -> Sampling
     return rows.replace(key=jnp.asarray(np.stack([seed_key(s) for s in seeds])), **arrays)
 
 
+_sample = jax.jit(sample)
+
+
 @jax.jit
 def draw(rows, positions, logits):
     B = positions.shape[0]
@@ -208,7 +211,7 @@ def test_rows_that_do_not_sample_report_nothing():
     logits = jnp.asarray(np.random.default_rng(4).normal(size=(3, 40)), jnp.float32)
     on = jnp.array([False, True, False])
     at = jnp.zeros(3, jnp.int32), history_at(positions_of(3))
-    drawn = sample(make_rows([{}] * 3), *at, logits, is_sampling=on)
+    drawn = _sample(make_rows([{}] * 3), *at, logits, is_sampling=on)
     alone = draw(make_rows([{}], seeds=[1]), positions_of(1, 1), logits[1:2])
     assert drawn.tokens.tolist() == [0, int(alone.tokens[0]), 0]
     assert drawn.told.logprobs[jnp.array([0, 2])].tolist() == [0.0, 0.0]
@@ -235,7 +238,8 @@ def test_seed_index_and_position_each_change_the_draw():
 
     def token(seed: int, index: int, position: int) -> int:
         at = jnp.array([index], jnp.int32), history_at(jnp.array([position], jnp.int32))
-        return int(sample(make_rows([{}], seeds=[seed]), *at, logits, is_sampling=on).tokens[0])
+        rows = make_rows([{}], seeds=[seed])
+        return int(_sample(rows, *at, logits, is_sampling=on).tokens[0])
 
     places = [(0, 0, 5), (2**40, 0, 5), (-5, 0, 5), (0, 1, 5), (0, 0, 6)]
     assert len({token(*place) for place in places}) == len(places)

@@ -32,6 +32,7 @@ attend = jax.jit(
         "implementation",
     ),
 )
+write = jax.jit(write_kv)
 TOLERANCE = {
     "float32": {"rtol": 2e-5, "atol": 2e-5},
     # Queries, keys, values and weights are rounded to 8 bits, the result once more.
@@ -74,7 +75,7 @@ def make_case(
     k_pool, v_pool = np.full((2, N * block_size, K, C), np.nan, jnp.dtype(dtype))
     k_pool[slots] = rng.normal(size=(len(slots), K, C))
     v_pool[slots] = rng.normal(size=(len(slots), K, C))
-    kv = write_kv(kv, jnp.asarray(k_pool), jnp.asarray(v_pool), jnp.arange(N * block_size))
+    kv = write(kv, jnp.asarray(k_pool), jnp.asarray(v_pool), jnp.arange(N * block_size))
 
     num_new = np.array([n for _, n in rows])
     assert (num_new[:num_decode_rows] == 1).all()
@@ -261,10 +262,11 @@ class Pool:
         N = 1 + len(lens) * width
         self.lens = lens
         self.table = 1 + rng.permutation(N - 1).reshape(len(lens), width).astype(np.int32)
-        self.queries = jnp.asarray(3 * rng.normal(size=(len(lens), max(lens), H, C)), dtype)
+        # NumPy's: each slice of a device's array would be a program.
+        self.queries = (3 * rng.normal(size=(len(lens), max(lens), H, C))).astype(jnp.dtype(dtype))
         slots = jnp.arange(N * block_size)
-        k, v = jnp.asarray(rng.normal(size=(2, N * block_size, K, C)), dtype)
-        self.kv = write_kv(init_layer_kv(N, block_size, K, C, dtype, True), k, v, slots)
+        k, v = rng.normal(size=(2, N * block_size, K, C)).astype(jnp.dtype(dtype))
+        self.kv = write(init_layer_kv(N, block_size, K, C, dtype, True), k, v, slots)
 
     def run(self, ranges, *, num_decode_rows, num_rows, num_tokens, **rule):
         """Bits of the queries of each (row, start, stop), as {(row, position): bytes}."""
