@@ -85,6 +85,21 @@ def check_attention(
     return AttentionShape(T=T, B=B, H=H, K=K, G=H // K, C=C, N=N, S=S, M=M)
 
 
+def check_query_start_loc(query_start_loc: jax.Array, context_lens: jax.Array) -> None:
+    """Where each row's queries begin, and where the last one's end: int32 [B+1].
+
+    Raises:
+        ValueError: another shape or type.
+    """
+    (B,) = context_lens.shape
+    if query_start_loc.shape != (B + 1,):
+        raise ValueError(
+            f"query_start_loc of shape {query_start_loc.shape} must be [{B + 1}], one more than "
+            f"there are rows in context_lens"
+        )
+    _check_int32(query_start_loc=query_start_loc)
+
+
 def check_pools(k: jax.Array, v: jax.Array, kv_dtype: str) -> None:
     """Pools [N S K C] of one shape, stored as `kv_dtype` is.
 

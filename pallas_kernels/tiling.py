@@ -7,8 +7,10 @@ what it finds is written here. Knows nothing of what the kernels compute.
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 
 MIN_TILE = 16  # the least a tensor core takes along any side
+MAX_DECODE_ROWS = 64  # query heads of a group that one program decodes: the sums are in registers
 KIB = 1024
 
 
@@ -113,9 +115,109 @@ class MatmulTiling:
         )
 
 
+def choose_prefill(
+    given: PrefillTiling | None, *, head_dim: int, group: int, itemsize: int, gpu: Gpu
+) -> PrefillTiling:
+    """How prefill cuts up its work; it depends on nothing that changes from step to step.
+
+    Args:
+        given: the caller's choice, or None.
+        head_dim: C.
+        group: query heads of one KV head.
+        itemsize: bytes of the type that queries, keys and values are multiplied in.
+        gpu: compiled for.
+
+    Raises:
+        ValueError: the given tiling lacks room for one query, or shared memory for its tiles.
+    """
+    tiling = given or _prefill_tiling(head_dim, group, itemsize, gpu)
+    if tiling.tile_q < group:
+        raise ValueError(
+            f"tile_q={tiling.tile_q} has no room for the {group} heads of a group that go together;"
+            f" take {power_of_two(group)} or more"
+        )
+    width = power_of_two(head_dim)
+    # Queries, two tiles of keys and of values in flight, weights.
+    elements = (tiling.tile_q + 4 * tiling.tile_kv) * width + tiling.tile_q * tiling.tile_kv
+    check_shared_memory(
+        f"paged_prefill with {tiling} and head dim {head_dim}",
+        elements * itemsize,
+        gpu,
+        "take a smaller tile_kv or tile_q",
+    )
+    return tiling
+
+
+def _prefill_tiling(head_dim: int, group: int, itemsize: int, gpu: Gpu) -> PrefillTiling:
+    width = power_of_two(head_dim)
+    return PrefillTiling(
+        tile_q=power_of_two(group, 64),
+        tile_kv=max(MIN_TILE, 32 * 128 // width),
+        num_warps=4,
+        num_stages=2,
+    )
+
+
 def power_of_two(size: int, at_least: int = MIN_TILE) -> int:
     """The least power of two that holds `size`, and no less than `at_least`, a power of two."""
     return max(at_least, 1 << (size - 1).bit_length())
+
+
+def decode_tiling(
+    *, num_programs: int, max_visible: int, width: int, kv_dtype: str, gpu: Gpu
+) -> DecodeTiling:
+    """The tiling of a decode.
+
+    Args:
+        num_programs: rows of the batch times KV heads.
+        max_visible: the most keys a query can see.
+        width: the head dim, padded to a power of two.
+        kv_dtype: of the cache.
+        gpu: where it is to run.
+    """
+    # 16 KiB of keys at a time, in the type they are multiplied in.
+    tile_kv = 4096 // width if kv_dtype == "float32" else 8192 // width
+    tile_kv = min(max(tile_kv, MIN_TILE), 128, power_of_two(max_visible))
+    return DecodeTiling(
+        tile_kv=tile_kv,
+        num_splits=_num_splits(num_programs, -(-max_visible // tile_kv), gpu),
+        num_warps=4,
+        num_stages=5,
+    )
+
+
+def _num_splits(num_programs: int, num_tiles: int, gpu: Gpu) -> int:
+    """Splits of contexts of up to `num_tiles`, each of which `num_programs` programs share.
+
+    As many as give each processor two programs, which it takes to hide the memory's latency, if
+    two tiles are left to each. And, while tiles are left that make the merge cheap, enough for
+    several rounds: contexts differ, and no processor should wait long for the last program.
+    """
+    to_fill = min(-(-2 * gpu.num_sms // num_programs), num_tiles // 2)
+    to_even_out = min(-(-8 * gpu.num_sms // num_programs), num_tiles // 16)
+    return max(1, to_fill, to_even_out)
+
+
+def check_decode(
+    tiling: DecodeTiling, *, rows: int, width: int, kv_dtype: str, q_dtype: jnp.dtype, gpu: Gpu
+) -> None:
+    """Raises `ValueError` where a decode takes more shared memory than the GPU has for a program.
+
+    Keys and values lie there in their storage type, twice where they are fetched ahead.
+    """
+    num_buffers = 1 if tiling.num_stages < 5 else 2
+    tiles = 2 * num_buffers * tiling.tile_kv * width * _itemsize(kv_dtype)
+    queries = rows * width * q_dtype.itemsize
+    check_shared_memory(
+        f"paged_decode with {tiling} at {rows} rows of {width} in {kv_dtype}",
+        tiles + queries,
+        gpu,
+        "take a smaller tile_kv, or num_stages below 5, which halves it",
+    )
+
+
+def _itemsize(kv_dtype: str) -> int:
+    return jnp.dtype(kv_dtype).itemsize
 
 
 def check_shared_memory(what: str, num_bytes: int, gpu: Gpu, way_out: str) -> None:
