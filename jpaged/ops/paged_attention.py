@@ -1,8 +1,8 @@
 """Attention of a step's queries over paged keys and values.
 
-Owns the contract `paged_attention`, its XLA form and the choice between that and the one in C++
-(`jpaged.native`). Knows nothing of batches, rows' requests or models; how pages are stored is
-`kv_cache`'s business.
+Owns the contract `paged_attention`, its XLA form and the choice between that, the one in C++
+(`jpaged.native`) and the one in kernels for GPUs (`kernel_attention`). Knows nothing of batches,
+rows' requests or models; how pages are stored is `kv_cache`'s business.
 
 Two paths, split by the static `num_decode_rows`. Decoding rows go together, one query each; the
 other rows are cut into tiles of queries that each belong to one row. Both reduce over the context
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jpaged.native import attention as native
+from jpaged.ops import kernel_attention
 from jpaged.ops.invariant import sum_last
 from jpaged.ops.kv_cache import LayerKV, read_blocks
 from jpaged.typing import Array, Bool, Float, Int
@@ -86,10 +87,25 @@ def paged_attention(
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)`.
         sinks: a logit per head that takes part in the softmax and has no value.
         deterministic: a query's result has the same bits in any batch, decoded or prefilled.
-        implementation: "xla", or "native" on a CPU, once `jpaged.native.library.load` has been
-            called; native results always have the same bits in any batch.
+        implementation: "xla"; "native" on a CPU, once `jpaged.native.library.load` has been called,
+            whose results always have the same bits in any batch, and which leaves pools of 8 bits
+            to XLA; or "pallas", which is interpreted on a CPU.
     """
-    if implementation == "native":
+    if implementation == "pallas":
+        return kernel_attention.attend(
+            q,
+            kv,
+            block_table=block_table,
+            context_lens=context_lens,
+            query_start_loc=query_start_loc,
+            num_decode_rows=num_decode_rows,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            deterministic=deterministic,
+        )
+    if implementation == "native" and not kv.is_quantized:
         return native.attend(
             q,
             kv.k,
@@ -242,6 +258,8 @@ def _add_tile(
 ) -> _Softmax:
     """Takes the keys and values of tile t into the softmax."""
     k, v = _read_tile(t, kv, queries.block_table)
+    if kv.is_quantized:  # floats of 32 bits, more than the queries have
+        k, v = k.astype(queries.q.dtype), v.astype(queries.q.dtype)
     positions = t * k.shape[2] + jnp.arange(k.shape[2], dtype=jnp.int32)
     # 0 * NaN is NaN: values nobody sees are zeroed, not only weighted with 0.
     first, last = queries.first[:, None], queries.last[:, None]
