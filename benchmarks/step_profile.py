@@ -89,7 +89,7 @@ def no_kv_write() -> Any:
 
 
 def no_rope() -> Any:
-    return mock.patch("jpaged.models.llama.apply_rope", lambda x, *_: x)
+    return mock.patch("jpaged.models.attend.apply_rope", lambda x, *_: x)
 
 
 LEFT_OUT: dict[str, Callable[[], Any]] = {

@@ -1,7 +1,8 @@
 """Attention as a model sees it: a function given from outside, paged or dense.
 
 A layer hands over its queries, keys and values, and its KV if there is one; it gets the attended
-values and the KV back. Which tokens see which is not its business.
+values and the KV back. Which tokens see which is not its business, and neither is when they are
+turned by RoPE: a kernel may do that while it writes them.
 """
 
 from typing import Protocol, runtime_checkable
@@ -11,8 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jpaged.core.batch import Batch
-from jpaged.ops.kv_cache import LayerKV, write_kv
+from jpaged.ops.kv_cache import LayerKV, turn_and_write_kv, write_kv
 from jpaged.ops.paged_attention import paged_attention
+from jpaged.ops.rope import Angles, apply_rope
 from jpaged.typing import Array, Bool, Float
 
 
@@ -27,11 +29,13 @@ class AttendFn(Protocol):
         v: Float[Array, "T K C"],
         kv: LayerKV | None,
         *,
+        angles: Angles | None,
         scale: float,
         window: int | None,
         soft_cap: float | None,
     ) -> tuple[Float[Array, "T H C"], LayerKV | None]:
-        """Scores are multiplied by `scale`, then capped; a window counts the query's own token."""
+        """Queries and keys are turned by `angles`, if they are not yet. Scores are multiplied by
+        `scale`, then capped; a window counts the query's own token."""
         ...
 
 
@@ -49,12 +53,17 @@ def paged_attend(
         v: Float[Array, "T K C"],
         kv: LayerKV | None,
         *,
+        angles: Angles | None,
         scale: float,
         window: int | None,
         soft_cap: float | None,
     ) -> tuple[Float[Array, "T H C"], LayerKV | None]:
         assert kv is not None, "a paged layer has KV"
-        kv = write_kv(kv, k, v, batch.slot_mapping)
+        if angles is not None and kv.has_kernels:
+            q, kv = turn_and_write_kv(kv, q, k, v, angles, batch.slot_mapping)
+        else:
+            q, k = turn(q, k, angles)
+            kv = write_kv(kv, k, v, batch.slot_mapping)
         out = paged_attention(
             q,
             kv,
@@ -73,12 +82,22 @@ def paged_attend(
     return attend
 
 
+def turn(
+    q: Float[Array, "T H C"], k: Float[Array, "T K C"], angles: Angles | None
+) -> tuple[Float[Array, "T H C"], Float[Array, "T K C"]]:
+    """Queries and keys turned by their tokens' angles; as they are without angles."""
+    if angles is None:
+        return q, k
+    return apply_rope(q, *angles), apply_rope(k, *angles)
+
+
 def dense_attend(
     q: Float[Array, "T H C"],
     k: Float[Array, "T K C"],
     v: Float[Array, "T K C"],
     kv: LayerKV | None = None,
     *,
+    angles: Angles | None = None,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
@@ -89,6 +108,7 @@ def dense_attend(
     """
     T, H, C = q.shape
     K = k.shape[1]
+    q, k = turn(q, k, angles)
     q = q.reshape(T, K, H // K, C)
     scores_KGTT = scale * _einsum("tkgc,pkc->kgtp", q, k)
     if soft_cap is not None:

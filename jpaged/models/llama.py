@@ -17,11 +17,9 @@ from jpaged.ops.activation import ACTIVATIONS
 from jpaged.ops.kv_cache import LayerKV
 from jpaged.ops.linear import linear, linear_by_row
 from jpaged.ops.norm import offset_rms_norm, rms_norm
-from jpaged.ops.rope import apply_rope, rope_angles
+from jpaged.ops.rope import Angles, rope_angles
 from jpaged.rope_config import RopeConfig
 from jpaged.typing import Array, Float, Int
-
-Angles = tuple[Array, Array]  # cos and sin, from `rope_angles`
 
 
 class Linear(nnx.Module):
@@ -69,7 +67,7 @@ class Norm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Projections, norms and rope around an attention given from outside."""
+    """Projections and norms around an attention given from outside."""
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, *, fused: bool):
         self.config, self.layer = config, layer
@@ -97,13 +95,12 @@ class Attention(nnx.Module):
         q, k, v = (y.reshape(len(x), -1, self.config.head_dim) for y in self._qkv(x))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if angles is not None:
-            q, k = apply_rope(q, *angles), apply_rope(k, *angles)
         out, kv = attend(
             q,
             k,
             v,
             kv,
+            angles=angles,
             scale=self.config.attention_scale,
             window=self.layer.window,
             soft_cap=self.config.attention_soft_cap,

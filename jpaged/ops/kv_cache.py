@@ -1,14 +1,16 @@
 """One layer's KV pages: how they are stored, written, read and copied.
 
 The only module that knows the storage type. Half-precision pools are kept as uint16 bits on a CPU,
-since XLA there converts a whole bfloat16 pool at every write (60 ms for 51 MB on jax 0.10.2); 8-bit
-floats are kept as uint8 bits everywhere: XLA on a CPU is as slow with them, and Triton does not
-know all of them.
+since XLA there converts a whole bfloat16 pool at every write (60 ms for 51 MB on jax 0.10.2), but
+not where kernels write; 8-bit floats are kept as uint8 bits everywhere: XLA on a CPU is as slow
+with them, and Triton does not know all of them.
 
 A number of an 8-bit pool may have a scale, by which it is multiplied when it is read.
 """
 
 from dataclasses import replace
+from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +19,11 @@ from jax.typing import DTypeLike
 
 from jpaged.kv_format import FLOATS, Scales
 from jpaged.typing import Array, Float, Int, Shaped
-from pallas_kernels import float8
+from pallas_kernels import eight_bit, float8
+from pallas_kernels.eight_bit import LARGEST
 
 NULL_BLOCK = 0
-LARGEST = {"int8": 127.0, **float8.MAX}
-"""The 8-bit dtypes, and what a scale per token and head makes of a head's largest number."""
 DTYPES = (*FLOATS, *LARGEST)
-
-_LEAST_PEAK = 1e-30  # a scale must not be 0, nor so small that its inverse is infinite
 
 
 @struct.dataclass
@@ -32,7 +31,8 @@ class LayerKV:
     """K and V of one layer: `[N S K C]` each, in the storage type of `dtype`.
 
     dtype: the logical type, one of `DTYPES`. k_scale, v_scale: what the numbers of an 8-bit pool
-    are to be multiplied by: float32 `[]`, or `[N S K]`, or nothing.
+    are to be multiplied by: float32 `[]`, or `[N S K]`, or nothing. has_kernels: whether the
+    kernels of `pallas_kernels` write and copy, and not XLA.
     """
 
     k: Shaped[Array, "N S K C"]
@@ -40,6 +40,7 @@ class LayerKV:
     dtype: str = struct.field(pytree_node=False)
     k_scale: Float[Array, "*slots"] | None = None
     v_scale: Float[Array, "*slots"] | None = None
+    has_kernels: bool = struct.field(pytree_node=False, default=False)
 
     @property
     def is_quantized(self) -> bool:
@@ -55,14 +56,18 @@ def init_layer_kv(
     dtype: str,
     platform_is_cpu: bool,
     scales: Scales = "none",
+    *,
+    has_kernels: bool = False,
 ) -> LayerKV:
     """An empty pool for one layer, all zeros. Scales of whole tensors are 1 until replaced.
+
+    has_kernels: see `LayerKV`.
 
     Raises:
         ValueError: `dtype` is none of `DTYPES`, or a float of 16 or 32 bits with scales.
     """
     _check(dtype, scales)
-    as_bits = platform_is_cpu and dtype in FLOATS and dtype != "float32"
+    as_bits = platform_is_cpu and not has_kernels and dtype in FLOATS and dtype != "float32"
     storage = jnp.uint16 if as_bits else jnp.uint8 if dtype in float8.MAX else jnp.dtype(dtype)
     shape = (num_blocks, block_size, num_kv_heads, head_dim)
 
@@ -77,6 +82,7 @@ def init_layer_kv(
         dtype=dtype,
         k_scale=scale(),
         v_scale=scale(),
+        has_kernels=has_kernels,
     )
 
 
@@ -105,18 +111,42 @@ def write_kv(
     v: Float[Array, "T K C"],
     slot_mapping: Int[Array, " T"],
 ) -> LayerKV:
-    """Writes T tokens into their slots. Padding tokens carry slot 0 and land in the null block.
+    """Writes T tokens into their slots. Padding tokens carry slot 0: they land in the null block,
+    or nowhere.
 
     8-bit pools take the nearest number, of two as near the even one; what is beyond the type's
     largest number becomes that number. Where scales go with tokens and heads, a scale is the
     head's largest magnitude over `LARGEST`.
     """
+    if kv.has_kernels:
+        return _with_pools(
+            kv, _kernels().write_kv(_pools_of(kv), k, v, slot_mapping, **_options(kv))
+        )
     S = kv.k.shape[1]
     # Two indices: a scatter into a pool reshaped to [N*S K C] can copy the pool.
     at = (slot_mapping // S, slot_mapping % S)
     k_pool, k_scale = _write(kv.k, kv.k_scale, k, at, kv.dtype)
     v_pool, v_scale = _write(kv.v, kv.v_scale, v, at, kv.dtype)
     return replace(kv, k=k_pool, v=v_pool, k_scale=k_scale, v_scale=v_scale)
+
+
+def turn_and_write_kv(
+    kv: LayerKV,
+    q: Float[Array, "T H C"],
+    k: Float[Array, "T K C"],
+    v: Float[Array, "T K C"],
+    angles: tuple[Float[Array, "T X"], Float[Array, "T X"]],
+    slot_mapping: Int[Array, " T"],
+) -> tuple[Float[Array, "T H C"], LayerKV]:
+    """`rope.apply_rope` of queries and keys and then `write_kv`, in one kernel: (queries, KV).
+
+    angles: cos and sin. kv: one that has kernels.
+    """
+    assert kv.has_kernels, "XLA fuses by itself"
+    q, pools = _kernels().turn_and_write(
+        _pools_of(kv), q, k, v, *angles, slot_mapping, **_options(kv)
+    )
+    return q, _with_pools(kv, pools)
 
 
 def read_blocks(
@@ -134,6 +164,13 @@ def copy_blocks(kv: LayerKV, src: Int[Array, " W"], dst: Int[Array, " W"]) -> La
 
     All reads come before all writes, so a block may be read by one copy and written by another.
     """
+    if kv.has_kernels:
+        from pallas_kernels.block_copy import block_copy
+
+        pools, treedef = jax.tree.flatten(kv)
+        per_block = [pool for pool in pools if pool.ndim]  # but one scale for all blocks
+        copies = iter(block_copy(tuple(per_block), src, dst, interpret=is_interpreted()))
+        return treedef.unflatten(next(copies) if pool.ndim else pool for pool in pools)
 
     def copied(pool: Shaped[Array, "*pool"]) -> Shaped[Array, "*pool"]:
         if pool.ndim == 0:  # one scale for all blocks
@@ -150,6 +187,30 @@ def kernel_pools(kv: LayerKV) -> tuple[Shaped[Array, "N S K C"], Shaped[Array, "
         return kv.k, kv.v
     k, v = (jax.lax.bitcast_convert_type(pool, jnp.dtype(kv.dtype)) for pool in (kv.k, kv.v))
     return k, v
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run in XLA, for want of a GPU."""
+    return jax.default_backend() == "cpu"
+
+
+def _kernels() -> ModuleType:
+    # Pallas takes long to import, and most who have a CPU do without.
+    from pallas_kernels import kv_write
+
+    return kv_write
+
+
+def _pools_of(kv: LayerKV) -> Any:
+    return _kernels().Pools(kv.k, kv.v, kv.k_scale, kv.v_scale)
+
+
+def _with_pools(kv: LayerKV, pools: Any) -> LayerKV:
+    return replace(kv, **pools._asdict())
+
+
+def _options(kv: LayerKV) -> dict[str, Any]:
+    return {"kv_dtype": kv.dtype, "interpret": is_interpreted()}
 
 
 def _check(dtype: str, scales: Scales) -> None:
@@ -170,13 +231,12 @@ def _write(
     if dtype in LARGEST:
         x = x.astype(jnp.float32)
     if scale is not None and scale.ndim == 0:
-        x = x / scale
+        x = x * (1 / scale)
     elif scale is not None:
         # NaN and infinity go into the scale, so that they are seen where a number can not be NaN.
-        peak = jnp.maximum(jnp.max(jnp.abs(x), axis=-1), _LEAST_PEAK)
-        own = peak / LARGEST[dtype]
+        own = eight_bit.head_scale(jnp.max(jnp.abs(x), axis=-1), dtype)
         scale = scale.at[at].set(own, mode="promise_in_bounds")
-        x = x / own[..., None]
+        x = x * (1 / own)[..., None]
     stored = _encode(x, dtype, pool.dtype)
     return pool.at[at].set(stored, mode="promise_in_bounds"), scale
 
@@ -198,10 +258,8 @@ def _read(
 
 def _encode(x: Float[Array, "..."], dtype: str, storage: DTypeLike) -> Shaped[Array, "..."]:
     """The stored form of new keys or values: bits where the pool holds bits."""
-    if dtype in float8.MAX:
-        return float8.encode(x, dtype)
-    if dtype == "int8":
-        return jnp.clip(jnp.round(x), -128, 127).astype(jnp.int8)
+    if dtype in LARGEST:
+        return eight_bit.encode(x, dtype)
     x = x.astype(dtype)
     return x if x.dtype == storage else jax.lax.bitcast_convert_type(x, storage)
 

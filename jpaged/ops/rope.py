@@ -15,6 +15,8 @@ from jax import lax
 from jpaged.rope_config import RopeConfig
 from jpaged.typing import Array, Float, Int
 
+Angles = tuple[Array, Array]  # cos and sin, from `rope_angles`
+
 
 def rope_angles(
     rope: RopeConfig, positions: Int[Array, " T"], lengths: Int[Array, " T"]
