@@ -91,9 +91,11 @@ def decode(bits: jax.Array, kind: str, dtype: jax.typing.DTypeLike = jnp.float16
     """
     form, dtype = _format(kind), jnp.dtype(dtype)
     # float16 has e5m2's exponent: both kinds fit in, one shifted further up than the other.
-    wide = bits.astype(jnp.uint16)
-    shift = 10 - form.mantissa_bits
-    half_bits = ((wide & SIGN) << 8) | ((wide & MAGNITUDE) << shift)
+    # Widened with its sign, which then stands above the exponent's bits too: cleared there.
+    wide = lax.bitcast_convert_type(bits, jnp.int8).astype(jnp.int16)
+    half_bits = wide << (10 - form.mantissa_bits)
+    if kind == "float8_e4m3fn":
+        half_bits &= ~0x4000
     half = lax.bitcast_convert_type(half_bits, jnp.float16)
     if kind == "float8_e5m2":
         return half if dtype == jnp.float16 else half.astype(jnp.float32).astype(dtype)

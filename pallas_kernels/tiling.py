@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 MIN_TILE = 16  # the least a tensor core takes along any side
 MAX_DECODE_ROWS = 64  # query heads of a group that one program decodes: the sums are in registers
+MAX_MATMUL_SPLITS = 8
 KIB = 1024
 
 
@@ -158,30 +159,83 @@ def _prefill_tiling(head_dim: int, group: int, itemsize: int, gpu: Gpu) -> Prefi
     )
 
 
+def choose_matmul(
+    given: MatmulTiling | None, *, M: int, D: int, F: int, itemsize: int, bits: int, gpu: Gpu
+) -> MatmulTiling:
+    """How a product of rows [M D] with a quantized weight [D F] is cut up.
+
+    Args:
+        given: the caller's choice, or None.
+        M, D, F: the sizes.
+        itemsize: bytes of the rows' type.
+        bits: of a number of the weight.
+        gpu: compiled for.
+
+    Raises:
+        ValueError: the given tiling lacks shared memory for its tiles.
+    """
+    tiling = given or _matmul_tiling(M, D, F, itemsize, gpu)
+    # Rows and numbers in flight, and the numbers of one step as floats.
+    in_flight = tiling.tile_m * itemsize + tiling.tile_f * bits // 8
+    num_bytes = (tiling.num_stages * in_flight + tiling.tile_f * itemsize) * tiling.tile_d
+    check_shared_memory(
+        f"quant_matmul with {tiling}", num_bytes, gpu, "take fewer stages or a smaller tile_d"
+    )
+    return tiling
+
+
+def _matmul_tiling(M: int, D: int, F: int, itemsize: int, gpu: Gpu) -> MatmulTiling:
+    """Few rows: tiles that read the weight in long stretches; where there are too few of them to
+    fill the GPU, several programs share a sum. Many rows: tiles that use a decoded number often.
+    float32 rows are multiplied without tensor cores, in smaller tiles.
+    """
+    is_float32 = itemsize == 4
+    if M > 64 and not is_float32:
+        tile_m = 128 if M > 128 else 64
+        return MatmulTiling(
+            tile_m=tile_m, tile_f=128, tile_d=64, num_splits=1, num_warps=8, num_stages=3
+        )
+    tile_m = min(power_of_two(M), 32 if is_float32 else 64)
+    tile_f, tile_d = 64, 64 if is_float32 else 128
+    num_programs = -(-M // tile_m) * -(-F // tile_f)
+    # Two programs on a multiprocessor hide each other's waits. A share of less than four steps is
+    # not worth what it costs to add it.
+    num_splits = min(2 * gpu.num_sms // num_programs, -(-D // tile_d) // 4, MAX_MATMUL_SPLITS)
+    return MatmulTiling(
+        tile_m=tile_m,
+        tile_f=tile_f,
+        tile_d=tile_d,
+        num_splits=max(num_splits, 1),
+        num_warps=4,
+        num_stages=4,
+    )
+
+
 def power_of_two(size: int, at_least: int = MIN_TILE) -> int:
     """The least power of two that holds `size`, and no less than `at_least`, a power of two."""
     return max(at_least, 1 << (size - 1).bit_length())
 
 
 def decode_tiling(
-    *, num_programs: int, max_visible: int, width: int, kv_dtype: str, gpu: Gpu
+    *, num_programs: int, max_visible: int, rows: int, width: int, itemsize: int, gpu: Gpu
 ) -> DecodeTiling:
     """The tiling of a decode.
 
     Args:
-        num_programs: rows of the batch times KV heads.
+        num_programs: rows of the batch times KV heads, times the tiles of a group.
         max_visible: the most keys a query can see.
-        width: the head dim, padded to a power of two.
-        kv_dtype: of the cache.
-        gpu: where it is to run.
+        rows: query heads of a program, padded.
+        width: the head dim, padded.
+        itemsize: bytes of the type that queries, keys and values are multiplied in.
+        gpu: compiled for.
     """
-    # 16 KiB of keys at a time, in the type they are multiplied in.
-    tile_kv = 4096 // width if kv_dtype == "float32" else 8192 // width
+    # Two buffers of 16 KiB of keys and as many values: two or three programs per processor.
+    tile_kv = 16 * KIB // (width * itemsize)
     tile_kv = min(max(tile_kv, MIN_TILE), 128, power_of_two(max_visible))
     return DecodeTiling(
         tile_kv=tile_kv,
         num_splits=_num_splits(num_programs, -(-max_visible // tile_kv), gpu),
-        num_warps=4,
+        num_warps=4 if rows <= 32 else 8,  # sums of more rows are too many for four
         num_stages=5,
     )
 
@@ -199,25 +253,36 @@ def _num_splits(num_programs: int, num_tiles: int, gpu: Gpu) -> int:
 
 
 def check_decode(
-    tiling: DecodeTiling, *, rows: int, width: int, kv_dtype: str, q_dtype: jnp.dtype, gpu: Gpu
+    tiling: DecodeTiling, *, rows: int, width: int, kv_itemsize: int, itemsize: int, gpu: Gpu
 ) -> None:
     """Raises `ValueError` where a decode takes more shared memory than the GPU has for a program.
 
-    Keys and values lie there in their storage type, twice where they are fetched ahead.
+    `kv_itemsize` is of the type that keys are stored in; for the rest see `decode_tiling`.
     """
-    num_buffers = 1 if tiling.num_stages < 5 else 2
-    tiles = 2 * num_buffers * tiling.tile_kv * width * _itemsize(kv_dtype)
-    queries = rows * width * q_dtype.itemsize
     check_shared_memory(
-        f"paged_decode with {tiling} at {rows} rows of {width} in {kv_dtype}",
-        tiles + queries,
+        f"paged_decode with {tiling}, {rows} rows and a head dim of {width}",
+        decode_shared_memory(
+            tiling, rows=rows, width=width, kv_itemsize=kv_itemsize, itemsize=itemsize
+        ),
         gpu,
-        "take a smaller tile_kv, or num_stages below 5, which halves it",
+        "take a smaller tile_kv, or fewer num_stages",
     )
 
 
-def _itemsize(kv_dtype: str) -> int:
-    return jnp.dtype(kv_dtype).itemsize
+def decode_shared_memory(
+    tiling: DecodeTiling, *, rows: int, width: int, kv_itemsize: int, itemsize: int
+) -> int:
+    """Bytes that a decoding program takes, or a little more: as compiled for sm_80 and sm_90a.
+
+    Triton needs two stages to fetch block ids and two to fetch keys before it uses them, so every
+    second stage is one more buffer of both.
+    """
+    num_buffers = max(1, (tiling.num_stages - 1) // 2)
+    buffers = num_buffers * tiling.tile_kv * 2 * width * kv_itemsize
+    by_token = (num_buffers + 1) * tiling.tile_kv * 3 * 4  # block ids, scales of keys and values
+    operands = rows * (width + tiling.tile_kv) * itemsize  # queries and weights
+    # Four warps together multiply 64 rows on sm_90a, and then more operands lie there.
+    return buffers + by_token + operands * (2 if rows >= 64 else 1)
 
 
 def check_shared_memory(what: str, num_bytes: int, gpu: Gpu, way_out: str) -> None:
