@@ -20,8 +20,14 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import attention
 from pallas_kernels.attention import Cache, Rule
-from pallas_kernels.checks import check_attention, check_query_start_loc
-from pallas_kernels.tiling import PrefillTiling, choose_prefill, current_gpu, power_of_two
+from pallas_kernels.checks import AttentionShape, check_attention, check_query_start_loc
+from pallas_kernels.tiling import (
+    PrefillTiling,
+    check_prefill,
+    current_gpu,
+    power_of_two,
+    prefill_tiling,
+)
 
 
 class _Items(NamedTuple):
@@ -102,9 +108,7 @@ def paged_prefill(
     if shape.T == 0:
         return q
     dtype = attention.product_dtype(q.dtype, kv_dtype)
-    tiling = choose_prefill(
-        tiling, head_dim=shape.C, group=shape.G, itemsize=dtype.itemsize, gpu=current_gpu()
-    )
+    tiling = _fitting(tiling, shape, dtype.itemsize, k.dtype.itemsize)
     num_queries = tiling.tile_q // shape.G
     inputs = _Inputs(
         q=q,
@@ -131,6 +135,19 @@ def paged_prefill(
         interpret=interpret,
         name="paged_prefill",
     )(*inputs)
+
+
+def _fitting(
+    tiling: PrefillTiling | None, shape: AttentionShape, itemsize: int, kv_itemsize: int
+) -> PrefillTiling:
+    """The given tiling or the one for this GPU, checked."""
+    gpu, width = current_gpu(), power_of_two(shape.C)
+    if tiling is None:
+        tiling = prefill_tiling(
+            width=width, group=shape.G, itemsize=itemsize, kv_itemsize=kv_itemsize, gpu=gpu
+        )
+    check_prefill(tiling, width=width, group=shape.G, itemsize=itemsize, gpu=gpu)
+    return tiling
 
 
 def _cut(

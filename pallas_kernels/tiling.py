@@ -4,10 +4,9 @@ Owns what is known of GPUs. Nothing is tuned at run time: `scripts/tune_kernels.
 what it finds is written here. Knows nothing of what the kernels compute.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
-import jax.numpy as jnp
 
 MIN_TILE = 16  # the least a tensor core takes along any side
 MAX_DECODE_ROWS = 64  # query heads of a group that one program decodes: the sums are in registers
@@ -114,49 +113,6 @@ class MatmulTiling:
         _check_positive(
             num_splits=self.num_splits, num_warps=self.num_warps, num_stages=self.num_stages
         )
-
-
-def choose_prefill(
-    given: PrefillTiling | None, *, head_dim: int, group: int, itemsize: int, gpu: Gpu
-) -> PrefillTiling:
-    """How prefill cuts up its work; it depends on nothing that changes from step to step.
-
-    Args:
-        given: the caller's choice, or None.
-        head_dim: C.
-        group: query heads of one KV head.
-        itemsize: bytes of the type that queries, keys and values are multiplied in.
-        gpu: compiled for.
-
-    Raises:
-        ValueError: the given tiling lacks room for one query, or shared memory for its tiles.
-    """
-    tiling = given or _prefill_tiling(head_dim, group, itemsize, gpu)
-    if tiling.tile_q < group:
-        raise ValueError(
-            f"tile_q={tiling.tile_q} has no room for the {group} heads of a group that go together;"
-            f" take {power_of_two(group)} or more"
-        )
-    width = power_of_two(head_dim)
-    # Queries, two tiles of keys and of values in flight, weights.
-    elements = (tiling.tile_q + 4 * tiling.tile_kv) * width + tiling.tile_q * tiling.tile_kv
-    check_shared_memory(
-        f"paged_prefill with {tiling} and head dim {head_dim}",
-        elements * itemsize,
-        gpu,
-        "take a smaller tile_kv or tile_q",
-    )
-    return tiling
-
-
-def _prefill_tiling(head_dim: int, group: int, itemsize: int, gpu: Gpu) -> PrefillTiling:
-    width = power_of_two(head_dim)
-    return PrefillTiling(
-        tile_q=power_of_two(group, 64),
-        tile_kv=max(MIN_TILE, 32 * 128 // width),
-        num_warps=4,
-        num_stages=2,
-    )
 
 
 def choose_matmul(
@@ -283,6 +239,70 @@ def decode_shared_memory(
     operands = rows * (width + tiling.tile_kv) * itemsize  # queries and weights
     # Four warps together multiply 64 rows on sm_90a, and then more operands lie there.
     return buffers + by_token + operands * (2 if rows >= 64 else 1)
+
+
+def prefill_tiling(
+    *, width: int, group: int, itemsize: int, kv_itemsize: int, gpu: Gpu
+) -> PrefillTiling:
+    """The tiling of a prefill; it depends on nothing that changes from step to step.
+
+    These compile without spilled registers for sm_80 and sm_90a, all features together.
+
+    Args:
+        width: the head dim, padded to a power of two.
+        group: query heads of a KV head.
+        itemsize: bytes of the type that queries, keys and values are multiplied in.
+        kv_itemsize: bytes of a number in the cache.
+        gpu: where it is to run.
+    """
+    num_warps, num_stages = 8, 5
+    if itemsize == 4:  # multiplied one by one: tensor cores would round to 11 bits
+        tile_q, tile_kv = 32 if width > 128 or kv_itemsize == 1 else 64, 16
+        num_stages = 2
+    elif _has_wgmma(gpu):
+        tile_q, tile_kv = 128, 32 if width > 128 else 64
+    else:
+        tile_q, tile_kv = 64, 32 if width > 64 else 64
+        num_warps = 8 if width > 128 or (width > 64 and kv_itemsize == 1) else 4
+    tiling = PrefillTiling(
+        tile_q=power_of_two(group, tile_q),
+        tile_kv=tile_kv,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+    if _prefill_shared_memory(tiling, width, itemsize, gpu) > gpu.shared_memory:
+        return replace(tiling, num_stages=2)
+    return tiling
+
+
+def check_prefill(
+    tiling: PrefillTiling, *, width: int, group: int, itemsize: int, gpu: Gpu
+) -> None:
+    """Raises `ValueError` where no query fits a tile, or the tiles not the shared memory."""
+    if tiling.tile_q < group:
+        raise ValueError(
+            f"tile_q={tiling.tile_q} has no room for a query with the {group} heads of its group; "
+            f"take {power_of_two(group)} or more"
+        )
+    check_shared_memory(
+        f"paged_prefill with {tiling} at a width of {width} in {itemsize} bytes",
+        _prefill_shared_memory(tiling, width, itemsize, gpu),
+        gpu,
+        "take a smaller tile_kv or tile_q, or num_stages below 5",
+    )
+
+
+def _prefill_shared_memory(tiling: PrefillTiling, width: int, itemsize: int, gpu: Gpu) -> int:
+    """Queries, weights, and keys and values: once more where fetched ahead, and for wgmma."""
+    fetched_ahead = 2 if tiling.num_stages >= 5 else 0
+    for_wgmma = 2 if _has_wgmma(gpu) and itemsize == 2 else 0
+    vectors = tiling.tile_q + (2 + fetched_ahead + for_wgmma) * tiling.tile_kv
+    return (vectors * width + tiling.tile_q * tiling.tile_kv) * itemsize
+
+
+def _has_wgmma(gpu: Gpu) -> bool:
+    """Hopper's products of four warps; what came later is taken to be like it."""
+    return gpu.shared_memory >= 227 * KIB
 
 
 def check_shared_memory(what: str, num_bytes: int, gpu: Gpu, way_out: str) -> None:
