@@ -19,9 +19,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels import attention, tiling as tilings
+from pallas_kernels import attention
+from pallas_kernels import tiling as tilings
 from pallas_kernels.attention import LOG2_E, LOWEST, Cache, Rule
-from pallas_kernels.checks import AttentionShape, check_attention
+from pallas_kernels.checks import STORAGE, AttentionShape, check_attention
 from pallas_kernels.tiling import DecodeTiling
 
 
@@ -128,19 +129,26 @@ def _plan(
     shape: AttentionShape, rule: Rule, q_dtype: jnp.dtype, tiling: DecodeTiling | None
 ) -> _Work:
     gpu = tilings.current_gpu()
-    rows = min(tilings.power_of_two(shape.G), tilings.MAX_DECODE_ROWS)
     width = tilings.power_of_two(shape.C)
+    itemsize = attention.product_dtype(q_dtype, rule.kv_dtype).itemsize
+    rows = tilings.decode_rows(shape.G, width=width, itemsize=itemsize)
     if tiling is None:
         context = shape.M * shape.S
         tiling = tilings.decode_tiling(
             num_programs=shape.B * shape.K * -(-shape.G // rows),
             max_visible=context if rule.window is None else min(context, rule.window),
+            rows=rows,
             width=width,
-            kv_dtype=rule.kv_dtype,
+            itemsize=itemsize,
             gpu=gpu,
         )
     tilings.check_decode(
-        tiling, rows=rows, width=width, kv_dtype=rule.kv_dtype, q_dtype=q_dtype, gpu=gpu
+        tiling,
+        rows=rows,
+        width=width,
+        kv_itemsize=jnp.dtype(STORAGE[rule.kv_dtype]).itemsize,
+        itemsize=itemsize,
+        gpu=gpu,
     )
     return _Work(shape=shape, rule=rule, tiling=tiling, rows=rows, width=width)
 
@@ -158,13 +166,11 @@ def _launch(
     shape, tiling = work.shape, work.tiling
     group_tiles = -(-shape.G // work.rows)
     args = (q, context_lens, sinks, cache)
-    # Pools stay whole in device memory: a block spec of theirs is copied when interpreted.
-    in_place = lambda tree: jax.tree.map(lambda _: pl.BlockSpec(memory_space=pl.ANY), tree)
     return pl.pallas_call(
         ft.partial(_decode_kernel, work=work),
         grid=(shape.B, shape.K * group_tiles, tiling.num_splits),
-        in_specs=in_place(args),
-        out_specs=in_place(out_shape),
+        in_specs=_in_place(args),
+        out_specs=_in_place(out_shape),
         out_shape=out_shape,
         compiler_params=pltriton.CompilerParams(
             num_warps=tiling.num_warps, num_stages=tiling.num_stages
@@ -172,6 +178,11 @@ def _launch(
         interpret=interpret,
         name="paged_decode",
     )(*args)
+
+
+def _in_place(tree: Any) -> Any:
+    """Specs of arrays that stay in device memory: other ones copy pools when interpreted."""
+    return jax.tree.map(lambda _: pl.BlockSpec(memory_space=pl.ANY), tree)
 
 
 def _decode_kernel(
@@ -184,7 +195,7 @@ def _decode_kernel(
     *,
     work: _Work,
 ):
-    shape, tiling = work.shape, work.tiling
+    shape = work.shape
     row, split = pl.program_id(0), pl.program_id(2)
     group_tiles = -(-shape.G // work.rows)
     kv_head, group_tile = _div_rem(pl.program_id(1), group_tiles)
@@ -279,5 +290,5 @@ def _merge(partials: _Partials, sinks: jax.Array | None) -> jax.Array:
 
 
 def _div_rem(x: jax.Array, divisor: int) -> tuple[jax.Array, jax.Array]:
-    """Quotient and remainder of an i32 that is not negative, without the care `//` takes of signs."""
+    """Quotient and remainder of an i32 that is not negative: `//` takes care of signs as well."""
     return lax.div(x, jnp.int32(divisor)), lax.rem(x, jnp.int32(divisor))

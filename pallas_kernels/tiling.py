@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import jax
 
 MIN_TILE = 16  # the least a tensor core takes along any side
-MAX_DECODE_ROWS = 64  # query heads of a group that one program decodes: the sums are in registers
+MAX_ROWS = 64  # the most queries or heads one program takes: their sums are in registers
 MAX_MATMUL_SPLITS = 8
 KIB = 1024
 
@@ -172,6 +172,16 @@ def power_of_two(size: int, at_least: int = MIN_TILE) -> int:
     return max(at_least, 1 << (size - 1).bit_length())
 
 
+def decode_rows(group: int, *, width: int, itemsize: int) -> int:
+    """The query heads of a group that one program decodes, padded; a group may take several.
+
+    For `width` and `itemsize` see `decode_tiling`.
+    """
+    # Without tensor cores, as float32 is multiplied, a program has more in its registers.
+    most_numbers = (8 if itemsize < 4 else 2) * KIB
+    return min(power_of_two(group), max(MIN_TILE, min(most_numbers // width, MAX_ROWS)))
+
+
 def decode_tiling(
     *, num_programs: int, max_visible: int, rows: int, width: int, itemsize: int, gpu: Gpu
 ) -> DecodeTiling:
@@ -188,12 +198,16 @@ def decode_tiling(
     # Two buffers of 16 KiB of keys and as many values: two or three programs per processor.
     tile_kv = 16 * KIB // (width * itemsize)
     tile_kv = min(max(tile_kv, MIN_TILE), 128, power_of_two(max_visible))
-    return DecodeTiling(
+    ahead = DecodeTiling(
         tile_kv=tile_kv,
         num_splits=_num_splits(num_programs, -(-max_visible // tile_kv), gpu),
-        num_warps=4 if rows <= 32 else 8,  # sums of more rows are too many for four
+        num_warps=4 if rows < MAX_ROWS else 8,
         num_stages=5,
     )
+    sizes = {"rows": rows, "width": width, "itemsize": itemsize, "kv_itemsize": itemsize}
+    if decode_shared_memory(ahead, **sizes) <= gpu.shared_memory:
+        return ahead
+    return replace(ahead, num_stages=2)
 
 
 def _num_splits(num_programs: int, num_tiles: int, gpu: Gpu) -> int:
@@ -238,7 +252,7 @@ def decode_shared_memory(
     by_token = (num_buffers + 1) * tiling.tile_kv * 3 * 4  # block ids, scales of keys and values
     operands = rows * (width + tiling.tile_kv) * itemsize  # queries and weights
     # Four warps together multiply 64 rows on sm_90a, and then more operands lie there.
-    return buffers + by_token + operands * (2 if rows >= 64 else 1)
+    return buffers + by_token + operands * (2 if rows >= 64 and itemsize < 4 else 1)
 
 
 def prefill_tiling(
