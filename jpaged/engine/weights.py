@@ -16,6 +16,7 @@ from jpaged.engine import compiled
 from jpaged.errors import ConfigError
 from jpaged.loading.gguf_groups import has_groups, read_groups
 from jpaged.loading.stored import StoredTensor, read_tensor
+from jpaged.models.forward import init_part
 from jpaged.models.prepare import ServingFormat, join_layers, split_layers
 from jpaged.models.registry import abstract_params
 from jpaged.typing import Params
@@ -45,6 +46,18 @@ def load(path: str | Path, model: ModelConfig, config: EngineConfig, dtype: str)
 
     stored = loading.open_params(path, model)
     return _lay_out(stored, model, form, lambda part: loading.read_params(part, read))
+
+
+def draw(model: ModelConfig, config: EngineConfig, dtype: str) -> Params:
+    """The serving tree of a model with random weights, the same for the same `config.seed`."""
+    keys = jax.random.split(jax.random.key(config.seed % 2**32), model.num_layers + 1)
+    parts = iter(keys)
+    return _lay_out(
+        abstract_params(model, dtype),
+        model,
+        ServingFormat.of(config, dtype),
+        lambda part: init_part(model, part, next(parts)),
+    )
 
 
 def take(params: Params, model: ModelConfig, config: EngineConfig, dtype: str) -> Params:

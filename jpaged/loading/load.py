@@ -32,8 +32,10 @@ class Checkpoint(NamedTuple):
     path: Path
 
 
-def find_checkpoint(path: str | Path) -> Checkpoint:
+def find_checkpoint(path: str | Path, *, needs_weights: bool = True) -> Checkpoint:
     """Tells what kind of model a path is, by the files that are there.
+
+    needs_weights: without, a directory with a config.json is one too.
 
     Raises:
         CheckpointError: it is no model, or none that can be read; says what was looked for.
@@ -53,6 +55,8 @@ def find_checkpoint(path: str | Path) -> Checkpoint:
     models = [file for file in sorted(path.glob("*.gguf")) if gguf.first_part(file)]
     if len(models) == 1:
         return Checkpoint("gguf", models[0])
+    if not needs_weights and (path / _CONFIG).is_file():
+        return Checkpoint("hf", path)
     raise CheckpointError(_why_no_model(path, models))
 
 
@@ -82,21 +86,21 @@ def _why_no_model(path: Path, gguf_files: list[Path]) -> str:
     )
 
 
-def load_hf_config(path: str | Path) -> dict[str, Any]:
+def load_hf_config(path: str | Path, *, needs_weights: bool = True) -> dict[str, Any]:
     """The model's config as a Hugging Face dict, from `config.json` or a GGUF file's metadata.
 
-    A checkpoint that does not name its dtype gets that of its first tensor.
+    A checkpoint that does not name its dtype gets that of its first tensor, if weights are needed.
 
     Raises:
         CheckpointError: as `find_checkpoint`, or the file is damaged.
         UnsupportedModelError: a quantized checkpoint, or an unknown architecture in a GGUF file.
     """
-    checkpoint = find_checkpoint(path)
+    checkpoint = find_checkpoint(path, needs_weights=needs_weights)
     if checkpoint.kind == "gguf":
         return gguf_model.hf_config(gguf.open_gguf(checkpoint.path))
     config = safetensors.read_json(checkpoint.path / _CONFIG)
     _refuse_quantized(checkpoint.path, config)
-    if not (config.get("dtype") or config.get("torch_dtype")):
+    if needs_weights and not (config.get("dtype") or config.get("torch_dtype")):
         first = next(iter(safetensors.open_shards(checkpoint.path).values()))
         names = {"F16": "float16", "BF16": "bfloat16"}
         config["torch_dtype"] = names.get(first.dtype, "float32")
@@ -136,7 +140,7 @@ def load_generation_config(path: str | Path) -> dict[str, Any]:
 
     From `generation_config.json`, else from `config.json`, or from a GGUF file's metadata.
     """
-    checkpoint = find_checkpoint(path)
+    checkpoint = find_checkpoint(path, needs_weights=False)
     if checkpoint.kind == "gguf":
         metadata = gguf.open_gguf(checkpoint.path).metadata
         return {

@@ -20,7 +20,7 @@ def load_tokenizer(path: str | Path) -> Any:
         CheckpointError: the directory has no tokenizer files, or they cannot be read.
         UnsupportedModelError: a GGUF file's tokenizer is of an unknown kind.
     """
-    checkpoint = find_checkpoint(path)
+    checkpoint = find_checkpoint(path, needs_weights=False)
     _quiet_transformers()
     if checkpoint.kind == "gguf":
         return _from_gguf(checkpoint.path)

@@ -78,7 +78,12 @@ def dense_forward(
 
 def init_params(config: ModelConfig, key: jax.Array, dtype: DTypeLike) -> dict[str, Any]:
     """A random canonical tree: matrices N(0, 0.02), norms that multiply by one, zero biases."""
-    leaves, treedef = jax.tree.flatten_with_path(abstract_params(config, dtype))
+    return init_part(config, abstract_params(config, dtype), key)
+
+
+def init_part(config: ModelConfig, part: Params, key: jax.Array) -> dict[str, Any]:
+    """`init_params` of a part of the abstract canonical tree."""
+    leaves, treedef = jax.tree.flatten_with_path(part)
     keys = jax.random.split(key, len(leaves))
     return jax.tree.unflatten(
         treedef,
