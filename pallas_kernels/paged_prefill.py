@@ -144,7 +144,7 @@ def _fitting(
     gpu, width = current_gpu(), power_of_two(shape.C)
     if tiling is None:
         tiling = prefill_tiling(
-            width=width, group=shape.G, itemsize=itemsize, kv_itemsize=kv_itemsize, gpu=gpu
+            head_dim=shape.C, group=shape.G, itemsize=itemsize, kv_itemsize=kv_itemsize, gpu=gpu
         )
     check_prefill(tiling, width=width, group=shape.G, itemsize=itemsize, gpu=gpu)
     return tiling

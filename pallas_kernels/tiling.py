@@ -256,28 +256,32 @@ def decode_shared_memory(
 
 
 def prefill_tiling(
-    *, width: int, group: int, itemsize: int, kv_itemsize: int, gpu: Gpu
+    *, head_dim: int, group: int, itemsize: int, kv_itemsize: int, gpu: Gpu
 ) -> PrefillTiling:
     """The tiling of a prefill; it depends on nothing that changes from step to step.
 
-    These compile without spilled registers for sm_80 and sm_90a, all features together.
+    These compile without spilled registers for sm_80 and sm_90a, all features together; but float32
+    queries with head dims above 128 over a cache of fewer bits spill 492 bytes.
 
     Args:
-        width: the head dim, padded to a power of two.
+        head_dim: C.
         group: query heads of a KV head.
         itemsize: bytes of the type that queries, keys and values are multiplied in.
         kv_itemsize: bytes of a number in the cache.
         gpu: where it is to run.
     """
+    width = power_of_two(head_dim)
     num_warps, num_stages = 8, 5
     if itemsize == 4:  # multiplied one by one: tensor cores would round to 11 bits
-        tile_q, tile_kv = 32 if width > 128 or kv_itemsize == 1 else 64, 16
-        num_stages = 2
+        tile_q = 16 if kv_itemsize < 4 else 32 if width > 128 else 64
+        tile_kv, num_stages = 16, 2
     elif _has_wgmma(gpu):
         tile_q, tile_kv = 128, 32 if width > 128 else 64
     else:
         tile_q, tile_kv = 64, 32 if width > 64 else 64
-        num_warps = 8 if width > 128 or (width > 64 and kv_itemsize == 1) else 4
+        # Padding and 8 bits take registers of their own: more warps have more of them.
+        needs_many = width > 128 or (width > 64 and (width > head_dim or kv_itemsize == 1))
+        num_warps = 8 if needs_many else 4
     tiling = PrefillTiling(
         tile_q=power_of_two(group, tile_q),
         tile_kv=tile_kv,
