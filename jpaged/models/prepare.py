@@ -8,7 +8,7 @@ tied models, the serving dtype, numbers of 8 or 4 bits.
 import dataclasses
 import functools as ft
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast, get_args
 
 import jax
@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.model_config import ModelConfig
-from jpaged.ops import grouped, packed
+from jpaged.ops import grouped, kernel_linear, packed
 from jpaged.ops.grouped import (
     Bits,
     GroupedRows,
@@ -37,6 +37,13 @@ FUSED = {
     "mlp": {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
 }
 
+# What becomes of a `GroupedWeight`, and of slices of its outputs that became so.
+_LAYOUTS: dict[str, tuple[Callable[[GroupedWeight], Any], Callable[[Any], Any]]] = {
+    "xla": (lambda weight: weight, grouped.merge),
+    "native": (pack, packed.merge),
+    "pallas": (kernel_linear.for_kernels, kernel_linear.merge),
+}
+
 SLICE = 1024  # outputs of a matrix that are laid out together
 
 
@@ -46,7 +53,8 @@ class ServingFormat:
 
     dtype: of all but the matrices that are quantized.
     head_dtype: of the LM head, which then is not quantized; None: as every other matrix.
-    implementation: of the products; "native" packs their matrices, which no other can read.
+    implementation: of the products; "native" packs their matrices, and "pallas" lays quantized ones
+        out, as no other can read them.
     bits: of the matrices' numbers; None leaves them in `dtype`.
     """
 
@@ -86,7 +94,7 @@ def prepare(
 
     head_dtype: of the LM head alone, if it is not `dtype`; a head with a dtype of its own is not
         quantized.
-    implementation: of the products; "native" packs their matrices, which no other can read.
+    implementation: of the products, see `ServingFormat`.
     quantization: int8 or int4 makes the matrices numbers of so many bits, in groups of 32 inputs,
         from the precision that `params` have; biases, norms and the embedding table stay floats,
         and the LM head has 8 bits with int4 too.
@@ -177,9 +185,7 @@ def _fuse(
 ) -> dict[str, Any]:
     """Linears of one input, `[out, in]`, as one `[in, out]`, its outputs in their order."""
     rows = _join([part["weight"] for part in parts], dtype, bits)
-    fused: dict[str, Any] = {
-        "weight": _lay_out(rows, bits, is_packed=form.implementation == "native")
-    }
+    fused: dict[str, Any] = {"weight": _lay_out(rows, bits, form.implementation)}
     if "bias" in parts[0]:
         fused["bias"] = jnp.concatenate([part["bias"].astype(dtype) for part in parts])
     return fused
@@ -203,23 +209,21 @@ def _floats(weight: Any, dtype: DTypeLike) -> Float[Array, "F D"]:
     return dequantize(transpose(weight), dtype).T if is_grouped else weight.astype(dtype)
 
 
-def _lay_out(rows: Any, bits: Bits | None, *, is_packed: bool) -> Any:
+def _lay_out(rows: Any, bits: Bits | None, implementation: str) -> Any:
     """A weight `[F D]` as the products want it."""
     if bits is None:
-        return pack(rows.T) if is_packed else rows.T
+        return pack(rows.T) if implementation == "native" else rows.T
     make = transpose if isinstance(rows, GroupedRows) else ft.partial(_quantize, rows.dtype, bits)
     if not isinstance(rows, GroupedRows) and rows.dtype.itemsize == 2:
         # A CPU would widen 16-bit floats as a whole before it takes a slice.
         rows = _as_bits(rows)
 
-    def lay_out(rows: Any) -> Any:
-        return pack(make(rows)) if is_packed else make(rows)
+    finish, merge = _LAYOUTS[implementation]
 
     # Slice by slice, which is faster and leaves nothing as large as the whole beside it.
     num_slices = _num_slices(len(jax.tree.leaves(rows)[0]))
     slices = jax.tree.map(lambda x: x.reshape(num_slices, -1, x.shape[1]), rows)
-    made = lax.map(lay_out, slices)
-    return packed.merge(made) if is_packed else grouped.merge(made)
+    return merge(lax.map(lambda rows: finish(make(rows)), slices))
 
 
 def _quantize(dtype: DTypeLike, bits: Bits, rows: Shaped[Array, "F D"]) -> GroupedWeight:
