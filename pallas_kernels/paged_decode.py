@@ -103,7 +103,7 @@ def paged_decode(
     if shape.B == 0:
         return q
     work = _plan(shape, Rule(scale, window, soft_cap, kv_dtype), q.dtype, tiling)
-    cache = attention.make_cache(k, v, k_scale, v_scale, block_table)
+    cache = attention.make_cache(k, v, k_scale, v_scale, block_table, kv_dtype)
     if sinks is not None:
         sinks = sinks.astype(jnp.float32)
     if work.tiling.num_splits == 1:
@@ -208,22 +208,18 @@ def _decode_kernel(
         return _attend(q_ref, cache, row, kv_head, head, context_len, begin, end, work)
 
     is_head = member < shape.G
-    column = lax.iota(jnp.int32, work.width)
-    is_stored = is_head[:, None] & (column < shape.C)[None, :]
+    store = ft.partial(attention.store_pieces, out_ref, is_ours=is_head, width=work.width)
     if log_total_ref is None:
         sink = None
         if sinks_ref is not None:
             sink = pltriton.load(sinks_ref.at[head], mask=is_head, other=0)
-        value = attention.finish(attend(), cache, sink).astype(out_ref.dtype)
-        pltriton.store(out_ref.at[row, head[:, None], column[None, :]], value, mask=is_stored)
+        store((row, head), attention.finish(attend(), cache, sink, work.rule))
         return
 
     @pl.when(begin < end)
     def _():
         softmax = attend()
-        value = attention.finish(softmax, cache, None)
-        at = out_ref.at[row, head[:, None], split, column[None, :]]
-        pltriton.store(at, value, mask=is_stored)
+        store((row, head, split), attention.finish(softmax, cache, None, work.rule))
         log_total = softmax.peak + jnp.log2(softmax.total)
         pltriton.store(log_total_ref.at[row, head, split], log_total, mask=is_head)
 
@@ -256,22 +252,24 @@ def _attend(
     work: _Work,
 ) -> attention.Softmax:
     """The softmax of some heads of a group over the tiles from `begin` to `end`."""
-    shape, rule = work.shape, work.rule
-    column = lax.iota(jnp.int32, work.width)
-    is_q = (head < (kv_head + 1) * shape.G)[:, None] & (column < shape.C)[None, :]
-    q = pltriton.load(q_ref.at[row, head[:, None], column[None, :]], mask=is_q, other=0)
-    q = q.astype(attention.product_dtype(q_ref.dtype, rule.kv_dtype))
     last = context_len - 1
-    q_position = jnp.broadcast_to(last, head.shape)
-    first = attention.first_visible(last, rule)
+    first = attention.first_visible(last, work.rule)
+    queries = attention.load_queries(
+        q_ref,
+        (row, head),
+        position=jnp.broadcast_to(last, head.shape),
+        is_ours=head < (kv_head + 1) * work.shape.G,
+        width=work.width,
+        rule=work.rule,
+    )
 
     def add(tile: jax.Array, softmax: attention.Softmax) -> attention.Softmax:
         slots = attention.find_slots(
             cache, tile, row=row, first=first, last=last, tile_kv=work.tiling.tile_kv
         )
-        return attention.add_tile(softmax, q, q_position, slots, cache, kv_head, rule)
+        return attention.add_tile(softmax, queries, slots, cache, kv_head, work.rule)
 
-    return lax.fori_loop(begin, end, add, attention.empty_softmax(work.rows, work.width))
+    return lax.fori_loop(begin, end, add, attention.empty_softmax(queries))
 
 
 def _merge(partials: _Partials, sinks: jax.Array | None) -> jax.Array:

@@ -112,7 +112,7 @@ def paged_prefill(
     num_queries = tiling.tile_q // shape.G
     inputs = _Inputs(
         q=q,
-        cache=attention.make_cache(k, v, k_scale, v_scale, block_table),
+        cache=attention.make_cache(k, v, k_scale, v_scale, block_table, kv_dtype),
         items=_cut(context_lens, query_start_loc, num_tokens=shape.T, size=num_queries),
         sinks=sinks,
     )
@@ -123,7 +123,6 @@ def paged_prefill(
             rule=Rule(scale, window, soft_cap, kv_dtype),
             tiling=tiling,
             group=shape.G,
-            dtype=dtype,
         ),
         grid=(inputs.items.row.shape[0], shape.K),
         in_specs=jax.tree.map(lambda _: whole, tuple(inputs)),
@@ -187,7 +186,6 @@ def _kernel(
     rule: Rule,
     tiling: PrefillTiling,
     group: int,
-    dtype: jnp.dtype,
 ):
     """One item and one KV head: queries times heads of the group are the rows of the products."""
     item, head = pl.program_id(0), pl.program_id(1)
@@ -198,18 +196,16 @@ def _kernel(
     index = lax.iota(jnp.int32, tiling.tile_q)
     query = lax.div(index, jnp.full_like(index, group))
     q_position = jnp.where(query < num, position + query, -1)
-    width = power_of_two(q_ref.shape[2])
-    column = lax.iota(jnp.int32, width)
     q_head = head * group + index - query * group
-    at = (start + query)[:, None], q_head[:, None], column[None, :]
-    is_ours = (query < num)[:, None] & (column < q_ref.shape[2])[None, :]
-    q = pltriton.load(q_ref.at[at], mask=is_ours, other=0).astype(dtype)
+    place = {"is_ours": query < num, "width": power_of_two(q_ref.shape[2])}
+    at = (start + query, q_head)
+    queries = attention.load_queries(q_ref, at, position=q_position, rule=rule, **place)
 
     def add_tile(tile: jax.Array, softmax: attention.Softmax) -> attention.Softmax:
         slots = attention.find_slots(
             cache, tile, row=row, first=first, last=last, tile_kv=tiling.tile_kv
         )
-        return attention.add_tile(softmax, q, q_position, slots, cache, head, rule)
+        return attention.add_tile(softmax, queries, slots, cache, head, rule)
 
     # One loop with one body, masks and all: a second one for the tiles that all queries see whole
     # would be rounded otherwise, and which tiles these are depends on the item.
@@ -217,10 +213,10 @@ def _kernel(
         first // tiling.tile_kv,
         (last + tiling.tile_kv) // tiling.tile_kv,
         add_tile,
-        attention.empty_softmax(tiling.tile_q, width),
+        attention.empty_softmax(queries),
     )
     sink = None
     if sinks_ref is not None:
         sink = pltriton.load(sinks_ref.at[q_head]).astype(jnp.float32)
-    out = attention.finish(softmax, cache, sink).astype(out_ref.dtype)
-    pltriton.store(out_ref.at[at], out, mask=is_ours)
+    out = attention.finish(softmax, cache, sink, rule)
+    attention.store_pieces(out_ref, at, out, **place)
