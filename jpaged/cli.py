@@ -233,14 +233,12 @@ def _plan(args: argparse.Namespace, started: float) -> int:
 
     model = ModelConfig.from_hf(loading.load_hf_config_alone(args.model))
     dtype = loading.name_dtype(config.dtype, model.dtype)
-    is_fp8 = args.kv_cache_dtype.startswith("fp8")
     hardware = Hardware(
         device=args.device,
         device_bytes=_device_bytes(args.device),
         tensor_parallel_size=args.tensor_parallel_size,
         pipeline_parallel_size=args.pipeline_parallel_size,
         dtype=dtype,
-        kv_dtype="fp8" if is_fp8 else loading.name_dtype(args.kv_cache_dtype, dtype),
     )
     plan = make_plan(model, config, hardware)
     show = as_json if args.json else as_table

@@ -134,12 +134,6 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
             metavar="SIZE",
             help=f"devices of {'a stage' if name == 'tensor' else 'the pipeline'} (default 1)",
         )
-    group.add_argument(
-        "--kv-cache-dtype",
-        default="auto",
-        metavar="DTYPE",
-        help="auto (the weights'), bfloat16, float16, float32 or fp8",
-    )
     group = parser.add_argument_group("engine", "Sizes may be written as 1k (1000) or 1K (1024).")
     _add_capacity_options(group)
 
@@ -157,6 +151,13 @@ def _add_capacity_options(group: Any) -> None:
     _add(group, "--max-num-seqs", read_size, "most sequences at a time")
     _add(group, "--max-num-batched-tokens", read_size, "most tokens of a step")
     _add(group, "--block-size", int, "tokens of a block of the KV cache (default 16)")
+    _add(
+        group,
+        "--kv-cache-dtype",
+        str,
+        "of the KV cache: auto (the weights'), bfloat16, float16, float32, fp8, fp8_e5m2, "
+        "fp8_per_token_head or int8_per_token_head (int8)",
+    )
     _add(
         group,
         "--gpu-memory-utilization",

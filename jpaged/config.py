@@ -9,6 +9,7 @@ from numbers import Real
 from typing import Any, Literal, get_args
 
 from jpaged.errors import ConfigError
+from jpaged.kv_format import NAMES, kv_format
 from jpaged.model_config import LayerConfig, ModelConfig
 
 __all__ = ["CacheConfig", "EngineConfig", "LayerConfig", "ModelConfig"]
@@ -27,6 +28,9 @@ class CacheConfig:
     """The block pool.
 
     block_size: tokens per block, 1 to 256.
+    kv_cache_dtype: of keys and values; auto is the model's. Of 8 bits are fp8 (or fp8_e4m3) and
+        fp8_e5m2, stored as they are, and fp8_per_token_head and int8_per_token_head (or int8), with
+        a scale for each token and KV head.
     enable_prefix_caching: keep full blocks for later requests with the same prefix.
     num_gpu_blocks_override: blocks in the pool, the null block included, whatever memory there is.
     kv_cache_memory_bytes: bytes for KV, instead of a share of the memory.
@@ -37,6 +41,7 @@ class CacheConfig:
     """
 
     block_size: int = 16
+    kv_cache_dtype: str = "auto"
     enable_prefix_caching: bool = True
     num_gpu_blocks_override: int | None = None
     kv_cache_memory_bytes: int | None = None
@@ -46,6 +51,7 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         _check_range("block_size", self.block_size, 1, 256)
+        _check_choice("kv_cache_dtype", self.kv_cache_dtype, NAMES)
         _check_share("gpu_memory_utilization", self.gpu_memory_utilization)
         _check_share("cpu_memory_share", self.cpu_memory_share)
         is_real = isinstance(self.watermark, Real) and not isinstance(self.watermark, bool)
@@ -132,6 +138,11 @@ class EngineConfig:
         _check_range("seed", self.seed, -(2**63), 2**64 - 1)
         _check_choice("implementation", self.implementation, ("auto", "xla", "native"))
 
+    @property
+    def has_8_bit_kv(self) -> bool:
+        """Whether keys and values have 8 bits."""
+        return kv_format(self.cache.kv_cache_dtype, "float32").is_quantized
+
     @classmethod
     def from_options(cls, **options: Any) -> "EngineConfig":
         """From flat options, as on a command line; those of the cache go into `cache`.
@@ -154,7 +165,8 @@ class EngineConfig:
         (`engine.implementation.resolve`).
 
         Raises ConfigError if max_model_len exceeds what the model can tell positions apart for, the
-        token budget is smaller than the number of rows, or the implementation is for a CPU alone.
+        token budget is smaller than the number of rows, or the implementation is for a CPU alone or
+        has no attention over such a KV cache.
         """
         max_model_len = self.max_model_len or model.max_position
         if max_model_len != "auto" and max_model_len > model.max_position:
@@ -166,6 +178,12 @@ class EngineConfig:
         num_seqs = self.max_num_seqs or _DEFAULT_NUM_SEQS[device]
         if self.implementation == "native" and device != "cpu":
             raise ConfigError('implementation="native" is for a CPU alone; choose auto or xla')
+        if self.implementation == "native" and self.has_8_bit_kv:
+            raise ConfigError(
+                'implementation="native" has no attention over KV of 8 bits '
+                f"(kv_cache_dtype={self.cache.kv_cache_dtype!r}); choose auto, which has native "
+                "products and leaves attention to XLA, or a KV cache of auto, float32 or bfloat16"
+            )
         batched = self.max_num_batched_tokens or max(_DEFAULT_BATCHED_TOKENS[device], num_seqs)
         if batched < num_seqs:
             raise ConfigError(

@@ -52,6 +52,7 @@ from jpaged.core.step import (
     step,
 )
 from jpaged.errors import ConfigError
+from jpaged.kv_format import kv_format
 from jpaged.model_config import ModelConfig
 from jpaged.models.forward import dense_forward, init_params, make_forward
 from jpaged.models.prepare import prepare
@@ -119,6 +120,7 @@ def init_state(
     max_model_len: int,
     key: jax.Array,
     dtype: DTypeLike | None = None,
+    kv_cache_dtype: str = "auto",
     block_size: int = 16,
     num_blocks: int | None = None,
     num_stop_ids: int = 16,
@@ -129,12 +131,14 @@ def init_state(
 
     num_rows: sequences it holds at once. max_model_len: tokens of each, prompt and output together.
     key: of `jax.random`; makes the prefix cache's hashes unpredictable.
-    dtype: of the KV cache; the config's if None.
+    dtype: the model's; the config's if None. kv_cache_dtype: of the KV cache, as in `EngineConfig`;
+        auto is the model's.
     num_blocks: the null block included; None: enough for all rows at full length.
     rule_sizes: the room for rules that change logits (`make_rules`); None: for none.
     processors: logits processors that rules may name.
 
-    Raises ConfigError if a size is not positive or the model has fewer positions.
+    Raises ConfigError if a size is not positive, the model has fewer positions, or KV can not have
+    the dtype.
     """
     sizes = {"num_rows": num_rows, "max_model_len": max_model_len, "block_size": block_size}
     for name, size in sizes.items():
@@ -149,10 +153,11 @@ def init_state(
     if N < 2:
         raise ConfigError(f"num_blocks={N} must be at least 2: the first is the null block")
     name = jnp.dtype(config.dtype if dtype is None else dtype).name
+    kv_dtype, scales = kv_format(kv_cache_dtype, name)
     is_cpu = jax.default_backend() == "cpu"
     shape = (N, block_size, config.num_kv_heads, config.head_dim)
     return core_state.init_state(
-        tuple(init_layer_kv(*shape, name, is_cpu) for _ in config.layers),
+        tuple(init_layer_kv(*shape, kv_dtype, is_cpu, scales) for _ in config.layers),
         num_rows=num_rows,
         max_blocks_per_row=M,
         hash_key=jax.random.bits(key, (4,), jnp.uint32),
@@ -177,6 +182,7 @@ def generate(
     state: EngineState | None = None,
     is_prepared: bool = False,
     dtype: DTypeLike | None = None,
+    kv_cache_dtype: str = "auto",
     deterministic: bool = False,
     implementation: str = "xla",
     quantization: str | None = None,
@@ -196,7 +202,8 @@ def generate(
     processors: the logits processors that `rules` were made with.
     state: None makes one for this call alone, of `num_blocks` blocks of `block_size`. If given, it
         is used as it is, prefix cache included: call `new_weights` on it when `params` change.
-    dtype: of weights, KV and activations; None takes the dtype that `params` have.
+    dtype: of weights and activations; None takes the dtype that `params` have. kv_cache_dtype: of
+        the KV cache that is made for this call, as in `EngineConfig`; auto is `dtype`.
     deterministic: a row has the same bits among any others, at some cost.
     implementation: of attention and products. "native" is faster on a CPU, but must be loaded
         (`load_native`), has no derivative, and under `vmap` runs one member after the other.
@@ -227,6 +234,7 @@ def generate(
             # Prompts of one call are seated together: none can find another's blocks.
             key=jax.random.key(0),
             dtype=run_dtype,
+            kv_cache_dtype=kv_cache_dtype,
             block_size=block_size,
             num_blocks=num_blocks,
             rule_sizes=None if rules is None else rules.sizes,

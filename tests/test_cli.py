@@ -185,8 +185,8 @@ def test_a_plan_takes_the_engines_options_and_the_devices(capsys):
         "tensor_parallel_size": 2,
         "pipeline_parallel_size": 2,
         "dtype": "float16",
-        "kv_dtype": "fp8",
     }
+    assert plan["kv_cache_dtype"] == "fp8_e4m3"
     assert plan["requested_bytes"] == 12 * 2**30
     assert (plan["num_blocks"], plan["max_model_len"], plan["block_size"]) == (5, 128, 32)
     assert (plan["max_num_seqs"], plan["max_num_batched_tokens"]) == (8, 1024)

@@ -8,6 +8,7 @@ from typing import Any
 
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
+from jpaged.kv_format import kv_format
 from jpaged.model_config import ModelConfig
 from jpaged.ops.kv_cache import layer_kv_bytes
 
@@ -64,10 +65,9 @@ def longest_model_len(num_blocks: int, config: EngineConfig, model: ModelConfig)
 
 
 def block_bytes(config: EngineConfig, model: ModelConfig, dtype: str) -> int:
-    """Bytes of one block in all layers, K and V."""
-    one_layer = layer_kv_bytes(
-        1, config.cache.block_size, model.num_kv_heads, model.head_dim, dtype
-    )
+    """Bytes of one block in all layers, K and V, of a model that runs in `dtype`."""
+    shape = (1, config.cache.block_size, model.num_kv_heads, model.head_dim)
+    one_layer = layer_kv_bytes(*shape, *kv_format(config.cache.kv_cache_dtype, dtype))
     return one_layer * model.num_layers
 
 
@@ -81,7 +81,8 @@ def fit_pool(
 ) -> tuple[EngineConfig, int]:
     """The config with its max_model_len decided, and N, the null block included.
 
-    device: a `jax.Device`; a GPU's counts what is in use by then, so the weights should be there.
+    dtype: the model's. device: a `jax.Device`; a GPU's counts what is in use by then, so the
+        weights should be there.
     measure, memory_fraction: for a GPU, as in `_gpu_budget` and `_fit_gpu`.
     An override is taken as it is: requests that do not fit are refused one by one. Otherwise raises
     ConfigError if not even one request of max_model_len tokens fits: the bytes needed and

@@ -14,6 +14,7 @@ from jax import monitoring
 
 from jpaged.core import beam, block_pool, logits_rules, rows, step, usage
 from jpaged.core.state import EngineState, init_state
+from jpaged.kv_format import kv_format
 from jpaged.model_config import ModelConfig
 from jpaged.models import prepare
 from jpaged.models.prepare import ServingFormat
@@ -69,10 +70,12 @@ def _empty_state(
     rule_sizes: logits_rules.RuleSizes,
     processors: tuple[logits_rules.LogitsProcessor, ...],
     is_cpu: bool,
+    kv_cache_dtype: str = "auto",
 ) -> EngineState:
-    K, C = model.num_kv_heads, model.head_dim
+    shape = (num_blocks, block_size, model.num_kv_heads, model.head_dim)
+    kv_dtype, scales = kv_format(kv_cache_dtype, dtype)
     return init_state(
-        tuple(init_layer_kv(num_blocks, block_size, K, C, dtype, is_cpu) for _ in model.layers),
+        tuple(init_layer_kv(*shape, kv_dtype, is_cpu, scales) for _ in model.layers),
         num_rows=num_rows,
         max_blocks_per_row=max_blocks_per_row,
         hash_key=hash_key,
@@ -103,6 +106,7 @@ empty_state = jax.jit(
         "rule_sizes",
         "processors",
         "is_cpu",
+        "kv_cache_dtype",
     ),
 )
 admit = jax.jit(_admit, donate_argnames="state", static_argnames="window")

@@ -27,4 +27,9 @@ def resolve(config: EngineConfig) -> EngineConfig:
             ) from reason
         logger.warning("Kernels are XLA programs, for want of native ones: %s", reason)
         return dataclasses.replace(config, implementation="xla")
+    if config.has_8_bit_kv:
+        logger.info(
+            "Attention is an XLA program: the native one reads no KV of 8 bits (kv_cache_dtype=%s)",
+            config.cache.kv_cache_dtype,
+        )
     return dataclasses.replace(config, implementation="native")

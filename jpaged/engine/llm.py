@@ -261,7 +261,7 @@ class LLM:
 
     @property
     def dtype(self) -> str:
-        """The dtype of weights, KV and activations."""
+        """The dtype of weights and activations; KV has it too, if `kv_cache_dtype` is auto."""
         return self._dtype
 
     def snapshot(self) -> Snapshot:

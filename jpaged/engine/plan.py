@@ -13,9 +13,11 @@ from typing import Any
 from jpaged.config import EngineConfig
 from jpaged.engine import capacity
 from jpaged.errors import ConfigError
+from jpaged.kv_format import full_name, kv_format
 from jpaged.model_config import ModelConfig
 from jpaged.models.prepare import ServingFormat
 from jpaged.ops.grouped import Bits, grouped_bytes
+from jpaged.ops.kv_cache import layer_kv_bytes
 
 GIB = 2**30
 DEVICES = {
@@ -35,7 +37,7 @@ DEVICES = {
 }
 """GiB that CUDA reports of each device, a little less than its name says."""
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _MOST_DEVICES = 64  # of either kind, that advice looks at
 
@@ -44,8 +46,7 @@ _MOST_DEVICES = 64  # of either kind, that advice looks at
 class Hardware:
     """On what, and in what.
 
-    device: its name, for people. device_bytes: its memory. kv_dtype: float32, bfloat16, float16, or
-    fp8, which is on paper alone.
+    device: its name, for people. device_bytes: its memory. dtype: of weights and activations.
     """
 
     device: str
@@ -53,7 +54,6 @@ class Hardware:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     dtype: str
-    kv_dtype: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +74,7 @@ class Plan:
     architecture: str
     hardware: Hardware
     quantization: str | None
+    kv_cache_dtype: str
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -124,6 +125,7 @@ def make_plan(model: ModelConfig, config: EngineConfig, hardware: Hardware) -> P
         architecture=model.architecture,
         hardware=hardware,
         quantization=config.quantization,
+        kv_cache_dtype=full_name(config.cache.kv_cache_dtype, hardware.dtype),
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs or 0,
         max_num_batched_tokens=config.max_num_batched_tokens or 0,
@@ -135,7 +137,7 @@ def make_plan(model: ModelConfig, config: EngineConfig, hardware: Hardware) -> P
         activation_bytes=capacity.estimated_activations(config, _share(model, hardware)),
         rows_bytes=capacity.rows_bytes(config),
         stages=stages,
-        kv_bytes_per_token=kv_bytes_per_token(model, hardware.kv_dtype),
+        kv_bytes_per_token=kv_bytes_per_token(model, config, hardware.dtype),
         num_blocks=num_blocks,
         kv_cache_bytes=num_blocks * max(stage.block_bytes for stage in stages),
         kv_cache_tokens=capacity.kv_cache_tokens(num_blocks, config, model),
@@ -154,9 +156,10 @@ def num_parameters(model: ModelConfig) -> int:
     return tables + model.num_layers * _layer_bytes(model, 1, None) + model.hidden_size
 
 
-def kv_bytes_per_token(model: ModelConfig, kv_dtype: str) -> int:
-    """Bytes of one token's keys and values in all layers."""
-    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * ITEM_BYTES[kv_dtype]
+def kv_bytes_per_token(model: ModelConfig, config: EngineConfig, dtype: str) -> int:
+    """Bytes of one token's keys and values in all layers, of a model that runs in `dtype`."""
+    one_token = dataclasses.replace(config, cache=dataclasses.replace(config.cache, block_size=1))
+    return capacity.block_bytes(one_token, model, dtype)
 
 
 # --- one device ---
@@ -213,7 +216,8 @@ def _layers_of_stages(num_layers: int, num_stages: int) -> list[int]:
 
 def _stages(model: ModelConfig, config: EngineConfig, hardware: Hardware) -> tuple[Stage, ...]:
     share, S = _share(model, hardware), config.cache.block_size
-    layer_kv = 2 * S * share.num_kv_heads * share.head_dim * ITEM_BYTES[hardware.kv_dtype]
+    kv = kv_format(config.cache.kv_cache_dtype, hardware.dtype)
+    layer_kv = layer_kv_bytes(1, S, share.num_kv_heads, share.head_dim, *kv)
     D, V = model.hidden_size, -(-model.vocab_size // hardware.tensor_parallel_size)
     form, itemsize = ServingFormat.of(config, hardware.dtype), ITEM_BYTES[hardware.dtype]
     # The serving tree has an LM head of its own, tied or not.
@@ -285,8 +289,6 @@ def _notes(
     windows = [layer.window for layer in model.layers if layer.window is not None]
     if tp > 1 or len(stages) > 1:
         yield "jpaged runs on one device as yet; several are on paper"
-    if hardware.kv_dtype != hardware.dtype:
-        yield f"jpaged keeps KV in the weights' dtype as yet; {hardware.kv_dtype} is on paper"
     if tp > model.num_kv_heads:
         copies = tp // model.num_kv_heads
         yield f"each of the {model.num_kv_heads} KV heads lies on {copies} devices"
@@ -348,8 +350,9 @@ def _turns(model: ModelConfig, config: EngineConfig, hardware: Hardware) -> Iter
     while (tokens := tokens // 2) >= plan.max_num_seqs:
         yield "--max-num-batched-tokens", tokens, {"max_num_batched_tokens": tokens}, {}, {}
     if ITEM_BYTES[hardware.dtype] > 2:
-        half = {"dtype": "bfloat16", "kv_dtype": "bfloat16"}
-        yield "--dtype", "bfloat16", {}, {}, half
+        yield "--dtype", "bfloat16", {}, {}, {"dtype": "bfloat16"}
+    if not config.has_8_bit_kv:
+        yield "--kv-cache-dtype", "fp8", {}, {"kv_cache_dtype": "fp8"}, {}
     for option in ("tensor_parallel_size", "pipeline_parallel_size"):
         size = getattr(hardware, option)
         while (size := 2 * size) <= _MOST_DEVICES:

@@ -42,7 +42,7 @@ def _memory(plan: Plan) -> Iterator[str]:
 
 
 def _cache(plan: Plan) -> Iterator[str]:
-    yield "KV cache"
+    yield f"KV cache in {plan.kv_cache_dtype}"
     yield _line("bytes per token", f"{plan.kv_bytes_per_token:,}")
     per_device = max(stage.block_bytes for stage in plan.stages) // plan.block_size
     if per_device != plan.kv_bytes_per_token:

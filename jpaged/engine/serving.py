@@ -1,5 +1,6 @@
 """From a model and a configuration to an engine that can run: load, lay out, size the pool."""
 
+import dataclasses
 import logging
 import secrets
 import time
@@ -18,6 +19,7 @@ from jpaged.engine.engine import Engine
 from jpaged.engine.program_memory import program_bytes
 from jpaged.engine.rules import rule_sizes
 from jpaged.errors import ConfigError
+from jpaged.kv_format import full_name
 from jpaged.models.forward import make_forward
 from jpaged.models.prepare import param_bytes
 from jpaged.typing import Params
@@ -45,6 +47,10 @@ def make_engine(
             "choose int8 or int4"
         )
     dtype = loading.resolve_dtype(config.dtype, model.dtype, is_gguf)
+    kv_name = full_name(config.cache.kv_cache_dtype, dtype)
+    config = dataclasses.replace(
+        config, cache=dataclasses.replace(config.cache, kv_cache_dtype=kv_name)
+    )
     # What a GPU has left is known only with the weights in place.
     pool = capacity.fit_pool(config, model, dtype, device) if device.platform == "cpu" else None
     started = time.perf_counter()
@@ -100,6 +106,7 @@ def _state_sizes(
         "rule_sizes": rule_sizes(config, model.vocab_size),
         "processors": tuple(config.logits_processors),
         "is_cpu": jax.default_backend() == "cpu",
+        "kv_cache_dtype": config.cache.kv_cache_dtype,
     }
 
 
@@ -114,7 +121,7 @@ def resolve_model(source: ModelSource) -> ModelConfig:
 
 def _log_capacity(num_blocks: int, config: EngineConfig, model: ModelConfig) -> None:
     num_tokens = capacity.kv_cache_tokens(num_blocks, config, model)
-    logger.info("KV cache size: %s tokens", f"{num_tokens:,}")
+    logger.info("KV cache size: %s tokens in %s", f"{num_tokens:,}", config.cache.kv_cache_dtype)
     logger.info(
         "Maximum concurrency for %s tokens per request: %.2fx",
         f"{config.max_model_len:,}",

@@ -40,7 +40,8 @@ class CacheUsage:
 class Snapshot:
     """The engine at a moment: who runs, how the pool is used, and the counts so far.
 
-    implementation: of attention and products, the one that runs. quantization: of the matrices.
+    implementation: of attention and products, the one that runs; "native" leaves attention over KV
+    of 8 bits to XLA. quantization: of the matrices. kv_cache_dtype: of keys and values.
     weight_bytes: of all weights as they are served.
     """
 
@@ -50,6 +51,7 @@ class Snapshot:
     stats: EngineStats
     implementation: str
     quantization: str | None
+    kv_cache_dtype: str
     weight_bytes: int
 
 

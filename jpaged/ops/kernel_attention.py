@@ -46,7 +46,7 @@ def attend(
     if R:
         rows = {"block_table": block_table[:R], "context_lens": context_lens[:R]}
         decoded = paged_decode(decoded, *pools, **rows, **options)
-    if prefilled.shape[0] and R < context_lens.shape[0]:
+    if prefilled.shape[0] and context_lens.shape[0] > R:
         rows = {
             "block_table": block_table[R:],
             "context_lens": context_lens[R:],

@@ -257,9 +257,7 @@ def _add_tile(
     t: Int[Array, ""], softmax: _Softmax, *, queries: _Queries, kv: LayerKV, rule: _Rule
 ) -> _Softmax:
     """Takes the keys and values of tile t into the softmax."""
-    k, v = _read_tile(t, kv, queries.block_table)
-    if kv.is_quantized:  # floats of 32 bits, more than the queries have
-        k, v = k.astype(queries.q.dtype), v.astype(queries.q.dtype)
+    k, v = (x.astype(queries.q.dtype) for x in _read_tile(t, kv, queries.block_table))
     positions = t * k.shape[2] + jnp.arange(k.shape[2], dtype=jnp.int32)
     # 0 * NaN is NaN: values nobody sees are zeroed, not only weighted with 0.
     first, last = queries.first[:, None], queries.last[:, None]
@@ -310,7 +308,7 @@ def _first_visible(position: Int[Array, "..."], rule: _Rule) -> Int[Array, "..."
 def _scores(
     q: Float[Array, "B K tile_q C"], k: Float[Array, "B K tile_kv C"], rule: _Rule
 ) -> Float[Array, "B K tile_q tile_kv"]:
-    scores = _product(q, k.astype(q.dtype), rule, contract=3) * rule.scale
+    scores = _product(q, k, rule, contract=3) * rule.scale
     if rule.soft_cap is None:
         return scores
     return rule.soft_cap * jnp.tanh(scores / rule.soft_cap)

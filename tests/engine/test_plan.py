@@ -33,7 +33,7 @@ BIG = ModelConfig.from_hf(HF_70B)
 
 
 def on(device: str = "a100-80g", tp: int = 1, pp: int = 1, **fields: Any) -> Hardware:
-    defaults = {"dtype": "float16", "kv_dtype": "float16"}
+    defaults = {"dtype": "float16"}
     return Hardware(
         device=device,
         device_bytes=int(DEVICES[device] * GIB),
@@ -232,10 +232,10 @@ def test_the_longest_context_that_fits_is_advised_and_is_auto():
 
 def test_each_piece_of_advice_alone_makes_room():
     small = replace(BIG, layers=BIG.layers[:20], max_position=32_768)  # 18 B parameters
-    hardware = on("a100-80g", dtype="float32", kv_dtype="float32")
+    hardware = on("a100-80g", dtype="float32")
     found = dict(line.split() for line in advice(small, config(None), hardware))
     assert set(found) >= {"--dtype", "--tensor-parallel-size", "--device"}
-    halved = replace(hardware, dtype=found["--dtype"], kv_dtype=found["--dtype"])
+    halved = replace(hardware, dtype=found["--dtype"])
     assert make_plan(small, config(None), halved).fits
     assert make_plan(small, config(None), on(found["--device"], dtype="float32")).fits
     tight = config(32_768, num_gpu_blocks_override=100)

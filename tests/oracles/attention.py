@@ -48,8 +48,9 @@ def paged_attention(
             start, end = query_start_loc[b], query_start_loc[b + 1]
         if context_len == 0 or start == end:
             continue
+        held = block_table[b][: -(-context_len // k_pool.shape[1])]  # what follows may name nothing
         k, v = (
-            np.concatenate([pool[block] for block in block_table[b]])[:context_len]
+            np.concatenate([pool[block] for block in held])[:context_len]
             for pool in (k_pool, v_pool)
         )
         out[start:end] = dense_row(
