@@ -201,7 +201,8 @@ def decode_tiling(
     ahead = DecodeTiling(
         tile_kv=tile_kv,
         num_splits=_num_splits(num_programs, -(-max_visible // tile_kv), gpu),
-        num_warps=4 if rows < MAX_ROWS else 8,
+        # Sums of 64 rows, or of any where no tensor core makes them, are too many for four warps.
+        num_warps=8 if rows == MAX_ROWS or itemsize == 4 else 4,
         num_stages=5,
     )
     sizes = {"rows": rows, "width": width, "itemsize": itemsize, "kv_itemsize": itemsize}

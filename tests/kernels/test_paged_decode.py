@@ -5,6 +5,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -62,6 +63,15 @@ def decode(q, k, v, table, contexts, *, kv_dtype="float32", tiling=TILING, **rul
     return np.asarray(jax.jit(call)(q, k, v, table, contexts))
 
 
+def as_8_bits(pool, kv_dtype):
+    """The pool in 8 bits, spread over the type's range; NaN is NaN, or the largest integer."""
+    if kv_dtype == "int8":
+        return np.where(np.isnan(pool), 127, np.clip(np.round(pool * 40), -127, 127)).astype(
+            np.int8
+        )
+    return (pool * 100).astype(getattr(ml_dtypes, kv_dtype))
+
+
 def with_splits(num_splits):
     return dataclasses.replace(TILING, num_splits=num_splits)
 
@@ -102,6 +112,45 @@ def test_scores_that_differ_wildly_between_splits():
     got = decode(q, k, v, table, contexts, scale=1.0, tiling=with_splits(5))
     want = expect(q, k, v, table, contexts, scale=1.0)
     np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)  # scores of 3000 in float32
+
+
+@pytest.mark.parametrize(
+    ("q_dtype", "kv_dtype", "is_by_token"),
+    [
+        ("bfloat16", "float8_e4m3fn", True),
+        ("bfloat16", "float8_e5m2", False),
+        ("bfloat16", "int8", True),
+        ("float32", "float8_e4m3fn", True),
+    ],
+)
+def test_words_of_8_bits_and_numbers_beyond_float16(q_dtype, kv_dtype, is_by_token):
+    # A head dim of 40 is read in words: 10 of them, padded to 16.
+    q, *pools, table, contexts = draw(6, 2, 40, contexts=(0, 33, 7), seed=3)
+    q = np.asarray(jnp.asarray(q * 1e6, q_dtype))
+    codes = [as_8_bits(pool, kv_dtype) for pool in pools]
+    rng = np.random.default_rng(4)
+    shape = codes[0].shape[:3] if is_by_token else ()
+    # Keys undo what queries have too much, and values are tiny.
+    k_scale, v_scale = (rng.uniform(0.5, 1, shape).astype(np.float32) * x for x in (1e-6, 1e-9))
+    k, v = (
+        x.astype(np.float64) * scale[..., None]
+        for x, scale in zip(codes, (k_scale, v_scale), strict=True)
+    )
+    scale = 0.3 / float(np.abs(codes[0].astype(np.float32)[np.isfinite(pools[0])]).std())
+    got = decode(
+        q,
+        *(x.view(np.int8 if kv_dtype == "int8" else np.uint8) for x in codes),
+        table,
+        contexts,
+        kv_dtype=kv_dtype,
+        tiling=with_splits(2),
+        scale=scale,
+        k_scale=jnp.asarray(k_scale),
+        v_scale=jnp.asarray(v_scale),
+    ).astype(np.float64)
+    want = expect(q.astype(np.float64), k, v, table, contexts, scale=scale)
+    tolerance = 1e-2 if q_dtype == "bfloat16" else 1e-5
+    np.testing.assert_allclose(got, want, atol=tolerance * np.abs(want).max())
 
 
 @pytest.mark.parametrize("window", [None, 1, 16, 50])
