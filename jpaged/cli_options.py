@@ -104,6 +104,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Fields of `EngineConfig` and its cache."""
     group = parser.add_argument_group("engine", "Sizes may be written as 1k (1000) or 1K (1024).")
     _add_capacity_options(group)
+    _add(group, "--load-format", str, "auto, or dummy: random weights, for which a config will do")
     _add(
         group,
         "--enable-prefix-caching",

@@ -16,6 +16,7 @@ __all__ = ["CacheConfig", "EngineConfig", "LayerConfig", "ModelConfig"]
 
 Implementation = Literal["auto", "xla", "native"]
 Quantization = Literal["int8", "int4", "gguf"]
+LoadFormat = Literal["auto", "dummy"]
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 
 # Rows and tokens of a step by default. A CPU is busy with 64 rows; a GPU is not.
@@ -68,6 +69,8 @@ class EngineConfig:
     """The engine. None means: by model and device, see `resolved`.
 
     dtype: of weights, KV and activations; auto is the checkpoint's.
+    load_format: of the weights; auto is the checkpoint's own. dummy draws them at random, for
+        benchmarks: the model may be a directory with nothing but a config.json.
     quantization: int8 or int4 makes numbers of so many bits of all matrices, in groups of 32 inputs
         with a scale (and, for int4, a least), when they are loaded; biases, norms and the embedding
         table stay in `dtype`, and the LM head is int8 with int4 too. gguf serves the numbers that a
@@ -96,6 +99,7 @@ class EngineConfig:
     """
 
     dtype: str = "auto"
+    load_format: LoadFormat = "auto"
     quantization: Quantization | None = None
     max_model_len: int | Literal["auto"] | None = None
     max_num_seqs: int | None = None
@@ -132,6 +136,7 @@ class EngineConfig:
             _check_range(name, getattr(self, name), 1, 4096)
         _check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
         _check_choice("head_dtype", self.head_dtype, ("auto", "float32"))
+        _check_choice("load_format", self.load_format, get_args(LoadFormat))
         if self.quantization is not None:
             _check_choice("quantization", self.quantization, get_args(Quantization))
         object.__setattr__(self, "logits_processors", _processors(self.logits_processors))

@@ -92,12 +92,13 @@ def _latency(args: argparse.Namespace, options: Result) -> Iterable[Result]:
     from jpaged.engine.serving import resolve_model
 
     size = args.batch_size
+    needs_weights = options.get("load_format") != "dummy"
     if args.workload is None:
         workload = random_workload(
             args.limit or size,
             input_len=args.input_len or 32,
             output_len=args.output_len or 128,
-            vocab_size=resolve_model(args.model).vocab_size,
+            vocab_size=resolve_model(args.model, needs_weights=needs_weights).vocab_size,
             seed=options.get("seed", 0),
         )
     else:

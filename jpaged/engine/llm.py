@@ -75,7 +75,7 @@ class LLM:
         defaults = read_defaults(
             model,
             self._tokenizer,
-            resolve_model(model).vocab_size,
+            resolve_model(model, needs_weights=config.load_format != "dummy").vocab_size,
             generation_config=generation_config,
             override=override_generation_config,
         )

@@ -37,10 +37,19 @@ def make_engine(
     Returns the engine, the model's config and the dtype it runs in. Raises ConfigError and
     CheckpointError.
     """
-    model = resolve_model(source)
+    is_dummy = config.load_format == "dummy"
+    if is_dummy and params is not None:
+        raise ConfigError(
+            'load_format="dummy" draws weights at random, and params are given; leave out the one '
+            "or the other"
+        )
+    model = resolve_model(source, needs_weights=not is_dummy)
     device = jax.devices()[0]
     config = implementation.resolve(config.resolved(model, device.platform))
-    is_gguf = isinstance(source, str | Path) and loading.find_checkpoint(source).kind == "gguf"
+    is_gguf = (
+        isinstance(source, str | Path)
+        and loading.find_checkpoint(source, needs_weights=not is_dummy).kind == "gguf"
+    )
     if config.quantization == "gguf" and not is_gguf:
         raise ConfigError(
             'quantization="gguf" serves the numbers of a GGUF file, which this model is not; '
@@ -54,7 +63,9 @@ def make_engine(
     # What a GPU has left is known only with the weights in place.
     pool = capacity.fit_pool(config, model, dtype, device) if device.platform == "cpu" else None
     started = time.perf_counter()
-    if params is None:
+    if is_dummy:
+        serving = weights.draw(model, config, dtype)
+    elif params is None:
         assert isinstance(source, str | Path)
         serving = weights.load(source, model, config, dtype)
     else:
@@ -110,13 +121,13 @@ def _state_sizes(
     }
 
 
-def resolve_model(source: ModelSource) -> ModelConfig:
-    """The model's config, from wherever it is told."""
+def resolve_model(source: ModelSource, *, needs_weights: bool = True) -> ModelConfig:
+    """The model's config, from wherever it is told; needs_weights: as `loading.find_checkpoint`."""
     if isinstance(source, ModelConfig):
         return source
     if isinstance(source, Mapping):
         return ModelConfig.from_hf(dict(source))
-    return ModelConfig.from_hf(loading.load_hf_config(source))
+    return ModelConfig.from_hf(loading.load_hf_config(source, needs_weights=needs_weights))
 
 
 def _log_capacity(num_blocks: int, config: EngineConfig, model: ModelConfig) -> None:
