@@ -25,7 +25,7 @@ def correct(
 ) -> Iterator[dict[str, Any]]:
     """A row for each case that is not known already: `is_right`, and `of_bound`."""
     del device
-    cases: dict[str, Judge] = {**ATTENTION, **POOL, **PRODUCTS}
+    cases: dict[str, Judge] = {**POOL, **PRODUCTS, **ATTENTION}
     if effort.is_smoke:
         cases = {**SMOKE_ATTENTION, **_first(POOL), **_first(PRODUCTS)}
     left = {name: judge for name, judge in cases.items() if name not in known}

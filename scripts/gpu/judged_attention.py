@@ -1,4 +1,4 @@
-"""Attention to be judged: each feature of both kernels, lengths around the edges of tiles."""
+"""Attention to be judged: each feature of both kernels at real sizes, and the tests' cases."""
 
 import functools as ft
 from typing import Any
@@ -12,6 +12,7 @@ from gpu.programs import VARIANTS, AttentionCase
 from pallas_kernels.checks import STORAGE
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.paged_prefill import paged_prefill
+from tests.kernels import cases as shared
 from tests.oracles.attention import paged_attention
 
 NOWHERE = 10**8  # a block id that no pool has
@@ -121,8 +122,21 @@ def _cases(contexts: tuple[int, ...], variants: dict[str, dict[str, Any]]) -> di
     return judges
 
 
+def judge_shared(case: shared.Case, interpret: bool) -> tuple[Any, Any, Any]:
+    """A case of the tests, through the op that calls the kernels."""
+    assert interpret == (jax.default_backend() == "cpu")
+    inputs = shared.draw(case)
+    got = shared.run(case.program, inputs, implementation="pallas", is_careful=True)
+    wanted, tolerance = shared.expected(case.program, inputs), case.program.tolerance
+    return got, wanted, tolerance["atol"] + tolerance["rtol"] * np.abs(wanted)
+
+
 _LARGE = [what for what, options in VARIANTS.items() if "pool_bytes" in options]
-ATTENTION = _cases(_CONTEXTS, {what: one for what, one in VARIANTS.items() if what not in _LARGE})
+_SHARED = shared.named_cases([*shared.PROGRAMS, *shared.MORE_PROGRAMS], num_drawn=2)
+ATTENTION = {
+    **_cases(_CONTEXTS, {what: one for what, one in VARIANTS.items() if what not in _LARGE}),
+    **{f"paged: {case.name}": ft.partial(judge_shared, case) for case in _SHARED},
+}
 SMOKE_ATTENTION = _cases(
     (9, 0, 17),
     {
