@@ -52,7 +52,7 @@ def main() -> None:
         quantization=args.quantization,
         max_model_len=length,
     )
-    config = implementation.resolve(asked.resolved(model, "cpu"))
+    config = implementation.resolve(asked.resolved(model, "cpu"), device=jax.devices()[0])
     params = weights.load(args.model, model, config, args.dtype)
     for rows in args.rows:
         sized = replace(config, max_num_seqs=rows, max_num_batched_tokens=max(rows, 16))

@@ -121,6 +121,7 @@ def init_state(
     key: jax.Array,
     dtype: DTypeLike | None = None,
     kv_cache_dtype: str = "auto",
+    implementation: str = "xla",
     block_size: int = 16,
     num_blocks: int | None = None,
     num_stop_ids: int = 16,
@@ -133,6 +134,7 @@ def init_state(
     key: of `jax.random`; makes the prefix cache's hashes unpredictable.
     dtype: the model's; the config's if None. kv_cache_dtype: of the KV cache, as in `EngineConfig`;
         auto is the model's.
+    implementation: of attention, see `generate`; with "pallas" its kernels write the KV cache.
     num_blocks: the null block included; None: enough for all rows at full length.
     rule_sizes: the room for rules that change logits (`make_rules`); None: for none.
     processors: logits processors that rules may name.
@@ -157,7 +159,10 @@ def init_state(
     is_cpu = jax.default_backend() == "cpu"
     shape = (N, block_size, config.num_kv_heads, config.head_dim)
     return core_state.init_state(
-        tuple(init_layer_kv(*shape, kv_dtype, is_cpu, scales) for _ in config.layers),
+        tuple(
+            init_layer_kv(*shape, kv_dtype, is_cpu, scales, has_kernels=implementation == "pallas")
+            for _ in config.layers
+        ),
         num_rows=num_rows,
         max_blocks_per_row=M,
         hash_key=jax.random.bits(key, (4,), jnp.uint32),
@@ -207,6 +212,7 @@ def generate(
     deterministic: a row has the same bits among any others, at some cost.
     implementation: of attention and products. "native" is faster on a CPU, but must be loaded
         (`load_native`), has no derivative, and under `vmap` runs one member after the other.
+        "pallas" is for NVIDIA GPUs, has no derivative either, and is interpreted on a CPU.
     quantization: int8 or int4, see `prepare`, of canonical `params`.
 
     Raises ValueError when traced: a tree of another model, or shapes that do not fit each other or
@@ -235,6 +241,7 @@ def generate(
             key=jax.random.key(0),
             dtype=run_dtype,
             kv_cache_dtype=kv_cache_dtype,
+            implementation=implementation,
             block_size=block_size,
             num_blocks=num_blocks,
             rule_sizes=None if rules is None else rules.sizes,

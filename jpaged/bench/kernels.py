@@ -117,9 +117,8 @@ def measure(
 
 def _implementations() -> list[str]:
     """Those of attention, the plainest first."""
-    if jax.devices()[0].platform != "cpu":
-        return ["xla"]
-    return list(dict.fromkeys(["xla", implementation.resolve(EngineConfig()).implementation]))
+    config = implementation.resolve(EngineConfig(), device=jax.devices()[0])
+    return list(dict.fromkeys(["xla", config.implementation]))
 
 
 # --- attention ---

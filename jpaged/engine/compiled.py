@@ -71,11 +71,15 @@ def _empty_state(
     processors: tuple[logits_rules.LogitsProcessor, ...],
     is_cpu: bool,
     kv_cache_dtype: str = "auto",
+    implementation: str = "xla",
 ) -> EngineState:
     shape = (num_blocks, block_size, model.num_kv_heads, model.head_dim)
     kv_dtype, scales = kv_format(kv_cache_dtype, dtype)
     return init_state(
-        tuple(init_layer_kv(*shape, kv_dtype, is_cpu, scales) for _ in model.layers),
+        tuple(
+            init_layer_kv(*shape, kv_dtype, is_cpu, scales, has_kernels=implementation == "pallas")
+            for _ in model.layers
+        ),
         num_rows=num_rows,
         max_blocks_per_row=max_blocks_per_row,
         hash_key=hash_key,
@@ -107,6 +111,7 @@ empty_state = jax.jit(
         "processors",
         "is_cpu",
         "kv_cache_dtype",
+        "implementation",
     ),
 )
 admit = jax.jit(_admit, donate_argnames="state", static_argnames="window")

@@ -2,22 +2,67 @@
 
 import dataclasses
 import logging
+from typing import Any
 
 from jpaged.config import EngineConfig
 from jpaged.engine import compiled
 from jpaged.errors import ConfigError, NativeUnavailableError
 from jpaged.native import library
+from pallas_kernels.checks import MAX_HEAD_DIM
 
 logger = logging.getLogger(__name__)
 
+MIN_COMPUTE_CAPABILITY = 8.0  # of the GPUs that the kernels are compiled for: A100 and later
 
-def resolve(config: EngineConfig) -> EngineConfig:
-    """The same with an implementation that runs here: the native kernels are loaded, or not meant.
 
-    Raises ConfigError, with the reason, if "native" is asked for and can not be had.
+def resolve(config: EngineConfig, *, device: Any, head_dim: int | None = None) -> EngineConfig:
+    """The same with an implementation that runs on the device.
+
+    On a CPU the native kernels are loaded, unless others are asked for.
+
+    device: a `jax.Device`. head_dim: the model's; None: one that every implementation has.
+
+    Raises ConfigError, with the reason, if the one that is asked for can not be had.
     """
     if config.implementation == "xla":
         return config
+    if config.implementation == "pallas" or device.platform != "cpu":
+        return _resolve_pallas(config, device, head_dim)
+    return _resolve_native(config)
+
+
+def describe(config: EngineConfig, device: Any) -> str:
+    """The implementation for the log, and how it runs if that is not as it should."""
+    is_interpreted = config.implementation == "pallas" and device.platform == "cpu"
+    return f"{config.implementation}, interpreted" if is_interpreted else config.implementation
+
+
+def _resolve_pallas(config: EngineConfig, device: Any, head_dim: int | None) -> EngineConfig:
+    reason = _why_no_kernels(device, head_dim)
+    if reason is None:
+        return dataclasses.replace(config, implementation="pallas")
+    if config.implementation == "pallas":
+        raise ConfigError(f'implementation="pallas" can not be had: {reason}; choose auto or xla')
+    logger.warning("Kernels are XLA programs, for want of Pallas ones: %s", reason)
+    return dataclasses.replace(config, implementation="xla")
+
+
+def _why_no_kernels(device: Any, head_dim: int | None) -> str | None:
+    if head_dim is not None and head_dim > MAX_HEAD_DIM:
+        return f"the model's head dim {head_dim} is above {MAX_HEAD_DIM}"
+    if device.platform == "cpu":  # interpreted
+        return None
+    if "cuda" not in device.client.platform_version.lower():
+        return f"{device.device_kind} is no NVIDIA GPU"
+    if float(device.compute_capability) < MIN_COMPUTE_CAPABILITY:
+        return (
+            f"{device.device_kind} has compute capability {device.compute_capability}, below "
+            f"{MIN_COMPUTE_CAPABILITY}"
+        )
+    return None
+
+
+def _resolve_native(config: EngineConfig) -> EngineConfig:
     try:
         library.load(compiled.native_folder(config.compilation_cache_dir))
     except NativeUnavailableError as reason:

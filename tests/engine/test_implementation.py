@@ -1,7 +1,9 @@
 """Which kernels an engine runs, and that none changes what it says."""
 
 import random
+from typing import Any, NamedTuple
 
+import jax
 import pytest
 
 from jpaged import LLM
@@ -14,6 +16,7 @@ from tests.engine.test_llm import GREEDY, PROMPTS, tiny_params, tokens_of
 from tests.models.test_model_config import LLAMA
 from tests.native.kernels import load_or_skip
 
+CPU = jax.devices("cpu")[0]
 OPTIONS = {
     "max_model_len": 64,
     "block_size": 8,
@@ -48,11 +51,14 @@ def test_native_tokens_are_xlas(config):
 
 
 @pytest.mark.slow  # test_mixes runs natively too, in float32
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_each_request_of_a_mix_gets_natively_what_it_gets_alone(config, dtype):
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("native", "float32"), ("native", "bfloat16"), ("pallas", "float32")]
+)
+def test_each_request_of_a_mix_gets_what_it_gets_alone(config, name, dtype):
     """Deterministic mode, with preemptions: tokens and log-probabilities equal to the bit."""
-    load_or_skip()
-    asked = {"num_gpu_blocks_override": 20, "implementation": "native", "dtype": dtype}
+    if name == "native":
+        load_or_skip()
+    asked = {"num_gpu_blocks_override": 20, "implementation": name, "dtype": dtype}
     options = mixes.OPTIONS | asked
     with LLM(model=config, params=tiny_params(config, 0), **options) as llm:
         rng = random.Random(0)
@@ -89,17 +95,65 @@ def refuse(folder):
 def test_native_that_can_not_be_had_is_an_error_with_the_reason(monkeypatch):
     monkeypatch.setattr(library, "load", refuse)
     with pytest.raises(ConfigError, match=r'"native" can not be had: can not write .*auto or xla'):
-        implementation.resolve(EngineConfig(implementation="native"))
-    assert implementation.resolve(EngineConfig()).implementation == "xla"
+        implementation.resolve(EngineConfig(implementation="native"), device=CPU)
+    assert implementation.resolve(EngineConfig(), device=CPU).implementation == "xla"
 
 
 def test_xla_compiles_no_kernel(monkeypatch):
     monkeypatch.setattr(library, "load", refuse)
     config = EngineConfig(implementation="xla")
-    assert implementation.resolve(config) is config
+    assert implementation.resolve(config, device=CPU) is config
 
 
 def test_native_is_for_a_cpu(config):
     with pytest.raises(ConfigError, match="CPU alone"):
         EngineConfig(implementation="native").resolved(config, "gpu")
-    assert EngineConfig().resolved(config, "gpu").implementation == "xla"
+    assert EngineConfig().resolved(config, "gpu").implementation == "auto"
+
+
+class Gpu(NamedTuple):
+    """What is asked of a device."""
+
+    device_kind: str = "NVIDIA A100-SXM4-80GB"
+    compute_capability: str = "8.0"
+    platform: str = "gpu"
+    platform_version: str = "PJRT C API\ncuda 12090"
+
+    @property
+    def client(self):
+        return self
+
+
+def resolve(name: str, device: Any, head_dim: int = 128) -> str:
+    config = EngineConfig(implementation=name)  # pyright: ignore[reportArgumentType]
+    return implementation.resolve(config, device=device, head_dim=head_dim).implementation
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
+def test_auto_is_pallas_on_a_gpu(head_dim):
+    for gpu in (Gpu(), Gpu("NVIDIA H200", "9.0"), Gpu("NVIDIA B200", "10.0")):
+        assert resolve("auto", gpu, head_dim) == resolve("pallas", gpu, head_dim) == "pallas"
+        assert resolve("xla", gpu, head_dim) == "xla"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "head_dim", "reason"),
+    [
+        (Gpu("Tesla T4", "7.5"), 128, "Tesla T4 has compute capability 7.5, below 8.0"),
+        (Gpu("AMD Instinct MI300X", "gfx942", platform_version="rocm 6"), 128, "no NVIDIA GPU"),
+        (Gpu(), 512, "head dim 512 is above 256"),
+    ],
+)
+def test_where_kernels_do_not_run_auto_is_xla_and_one_line_says_why(gpu, head_dim, reason, caplog):
+    assert resolve("auto", gpu, head_dim) == "xla"
+    assert caplog.text.count(reason) == 1
+    with pytest.raises(ConfigError, match=rf'"pallas" can not be had: .*{reason}.*auto or xla'):
+        resolve("pallas", gpu, head_dim)
+
+
+def test_the_log_says_when_kernels_are_interpreted():
+    config = EngineConfig(implementation="pallas")
+    assert implementation.resolve(config, device=CPU, head_dim=16) == config
+    assert implementation.describe(config, CPU) == "pallas, interpreted"
+    gpu: Any = Gpu()
+    assert implementation.describe(config, gpu) == "pallas"
