@@ -7,7 +7,7 @@ query. A tile that a query does not see leaves its softmax as it was, to the bit
 Scores are in bits: multiplied by log2(e), as exp2 is what the hardware has.
 
 Queries, values and results are in pieces. Mostly that is one, all columns; of a cache of 8 bits, if
-heads are large, it is four, of every fourth column each (see `words`).
+heads are large, it is four, of every fourth column each, or two (see `words`).
 """
 
 import functools as ft
@@ -38,7 +38,7 @@ class Rule(NamedTuple):
 class Cache(NamedTuple):
     """One layer's keys and values in device memory: arrays outside of a kernel, refs inside."""
 
-    k: Any  # [N S K C], as it is stored, or uint32 [N S K C/4]
+    k: Any  # [N S K C], as it is stored, or in words [N S K C/pieces]
     v: Any  # the same
     k_scale: Any  # None, float32 [1] for all, or float32 [N S K]
     v_scale: Any
@@ -86,15 +86,15 @@ def make_cache(
 
 
 def num_pieces(head_dim: int, kv_dtype: str) -> int:
-    """Pieces of queries and values: four where a quarter of the columns fills a tensor core."""
-    is_in_words = kv_dtype in EIGHT_BIT and head_dim % words.PIECES == 0
-    return words.PIECES if is_in_words and head_dim > 32 else 1
+    """Pieces of queries and values."""
+    return words.num_pieces(head_dim) if kv_dtype in EIGHT_BIT else 1
 
 
 def product_dtype(q_dtype: jax.typing.DTypeLike, kv_dtype: str) -> jnp.dtype:
     """What queries, weights, keys and values are multiplied in (the sums are float32).
 
-    float32 where the types of queries and cache differ. All numbers of 8 bits are numbers of float16 too.
+    float32 where the types of queries and cache differ; but all numbers of 8 bits are numbers of
+    float16 too.
     """
     if kv_dtype in EIGHT_BIT:
         return jnp.dtype(jnp.float32 if q_dtype == jnp.float32 else jnp.float16)

@@ -124,8 +124,9 @@ def test_scores_that_differ_wildly_between_splits():
     ],
 )
 def test_words_of_8_bits_and_numbers_beyond_float16(q_dtype, kv_dtype, is_by_token):
-    # A head dim of 40 is read in words: 10 of them, padded to 16.
-    q, *pools, table, contexts = draw(6, 2, 40, contexts=(0, 33, 7), seed=3)
+    # Read in words, padded: 20 of two numbers, or 20 of four.
+    head_dim = 80 if is_by_token else 40
+    q, *pools, table, contexts = draw(6, 2, head_dim, contexts=(0, 33, 7), seed=3)
     q = np.asarray(jnp.asarray(q * 1e6, q_dtype))
     codes = [as_8_bits(pool, kv_dtype) for pool in pools]
     rng = np.random.default_rng(4)
