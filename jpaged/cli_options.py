@@ -115,7 +115,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     _add(group, "--seed", int, "seeds all draws")
     _add(group, "--num-decode-steps", int, "tokens made on the device between two plans")
     _add(group, "--deterministic", None, "the same bits in any batch", action="store_true")
-    _add(group, "--implementation", str, "of attention and products: auto, xla, or native (a CPU)")
+    _add(group, "--implementation", str, "auto, xla, native (a CPU) or pallas (a GPU)")
     _add(group, "--compilation-cache-dir", str, "for compiled programs; '' keeps none")
 
 

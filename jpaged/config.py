@@ -14,7 +14,7 @@ from jpaged.model_config import LayerConfig, ModelConfig
 
 __all__ = ["CacheConfig", "EngineConfig", "LayerConfig", "ModelConfig"]
 
-Implementation = Literal["auto", "xla", "native"]
+Implementation = Literal["auto", "xla", "native", "pallas"]
 Quantization = Literal["int8", "int4", "gguf"]
 LoadFormat = Literal["auto", "dummy"]
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
@@ -86,7 +86,8 @@ class EngineConfig:
     seed: seeds requests that bring no seed of their own, by their ordinal.
     deterministic: the same bits for a request in any batch, at some cost.
     implementation: of attention and products. native: in C++, compiled at first use, on a CPU
-        alone; auto is native on a CPU where that can be had, else xla.
+        alone. pallas: kernels for NVIDIA GPUs; a CPU interprets them, slowly. auto is native on a
+        CPU and pallas on a GPU where that can be had, else xla.
     max_logprobs: most log-probabilities per token that a request may ask for; -1: no limit.
     logprobs_mode: what is told of an id: its log-probability or logit, raw from the model, or after
         all that a request does to it.
@@ -141,7 +142,7 @@ class EngineConfig:
             _check_choice("quantization", self.quantization, get_args(Quantization))
         object.__setattr__(self, "logits_processors", _processors(self.logits_processors))
         _check_range("seed", self.seed, -(2**63), 2**64 - 1)
-        _check_choice("implementation", self.implementation, ("auto", "xla", "native"))
+        _check_choice("implementation", self.implementation, get_args(Implementation))
 
     @property
     def has_8_bit_kv(self) -> bool:
@@ -166,7 +167,7 @@ class EngineConfig:
         """The same with no value left open, checked against the model.
 
         Two may stay "auto": max_model_len, as the size of the pool decides
-        (`engine.capacity.fit_pool`), and on a CPU implementation, as the machine's compiler does
+        (`engine.capacity.fit_pool`), and implementation, as the machine's compiler or GPU does
         (`engine.implementation.resolve`).
 
         Raises ConfigError if max_model_len exceeds what the model can tell positions apart for, the
@@ -200,7 +201,6 @@ class EngineConfig:
             max_model_len=max_model_len,
             max_num_seqs=num_seqs,
             max_num_batched_tokens=batched,
-            implementation=self.implementation if device == "cpu" else "xla",
         )
 
 

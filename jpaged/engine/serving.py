@@ -45,7 +45,9 @@ def make_engine(
         )
     model = resolve_model(source, needs_weights=not is_dummy)
     device = jax.devices()[0]
-    config = implementation.resolve(config.resolved(model, device.platform))
+    config = implementation.resolve(
+        config.resolved(model, device.platform), device=device, head_dim=model.head_dim
+    )
     is_gguf = (
         isinstance(source, str | Path)
         and loading.find_checkpoint(source, needs_weights=not is_dummy).kind == "gguf"
@@ -97,7 +99,7 @@ def make_engine(
         dtype,
         f" and {config.quantization} numbers" if config.quantization else "",
         device.device_kind,
-        config.implementation,
+        implementation.describe(config, device),
     )
     _log_capacity(num_blocks, config, model)
     return engine, model, dtype
@@ -118,6 +120,7 @@ def _state_sizes(
         "processors": tuple(config.logits_processors),
         "is_cpu": jax.default_backend() == "cpu",
         "kv_cache_dtype": config.cache.kv_cache_dtype,
+        "implementation": config.implementation,
     }
 
 
