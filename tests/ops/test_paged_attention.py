@@ -1,6 +1,7 @@
 """Paged attention against the dense oracle: lengths, block sizes, windows, caps, sinks, NaN.
 
 The cases are the same for every form: XLA's, XLA's in deterministic mode, and the native one.
+`tests/kernels/cases.py` draws their arrays, and has cases that kernels for GPUs pass as well.
 """
 
 import functools as ft
@@ -16,6 +17,8 @@ from hypothesis import strategies as st
 import jpaged.ops.paged_attention as paged
 from jpaged.ops.kv_cache import init_layer_kv, write_kv
 from jpaged.ops.paged_attention import paged_attention
+from tests.kernels import cases
+from tests.kernels.cases import Case, Program
 from tests.native.kernels import load_or_skip
 from tests.oracles import attention as oracle
 
@@ -33,12 +36,6 @@ attend = jax.jit(
     ),
 )
 write = jax.jit(write_kv)
-TOLERANCE = {
-    "float32": {"rtol": 2e-5, "atol": 2e-5},
-    # Queries, keys, values and weights are rounded to 8 bits, the result once more.
-    "bfloat16": {"rtol": 2e-2, "atol": 2e-2},
-    "float16": {"rtol": 2e-3, "atol": 2e-3},
-}
 
 
 def make_case(
@@ -57,39 +54,26 @@ def make_case(
     Returns the arguments of `paged_attention` by name, and the pools as NumPy arrays. Table entries
     past a row's blocks point at the null block or at another block, both full of NaN.
     """
-    rng = np.random.default_rng(seed)
-    H, K, C = heads
-    B = len(rows)
-    num_blocks = [-(-context_len // block_size) for context_len, _ in rows]
-    N = B * table_width + 2
-    free = list(rng.permutation(np.arange(2, N)))
-    block_table = rng.integers(0, 2, (B, table_width)).astype(np.int32)
-    slots = []
-    for b, (context_len, _) in enumerate(rows):
-        block_table[b, : num_blocks[b]] = [free.pop() for _ in range(num_blocks[b])]
-        at = np.arange(context_len)
-        slots.append(block_table[b, at // block_size] * block_size + at % block_size)
-    slots = np.concatenate(slots)
-
-    kv = init_layer_kv(N, block_size, K, C, dtype, platform_is_cpu=True)
-    k_pool, v_pool = np.full((2, N * block_size, K, C), np.nan, jnp.dtype(dtype))
-    k_pool[slots] = rng.normal(size=(len(slots), K, C))
-    v_pool[slots] = rng.normal(size=(len(slots), K, C))
-    kv = write(kv, jnp.asarray(k_pool), jnp.asarray(v_pool), jnp.arange(N * block_size))
-
-    num_new = np.array([n for _, n in rows])
-    assert (num_new[:num_decode_rows] == 1).all()
-    assert num_new.sum() <= num_tokens
+    program = Program(
+        dtype=dtype,
+        heads=heads,
+        block_size=block_size,
+        num_decode_rows=num_decode_rows,
+        num_rows=len(rows),
+        num_tokens=num_tokens,
+        table_width=table_width,
+        num_blocks=len(rows) * table_width + 3,
+    )
+    inputs = cases.draw(Case("", program, tuple(rows), seed))
     case = {
-        "q": jnp.asarray(rng.normal(size=(num_tokens, H, C)), dtype),
-        "kv": kv,
-        "block_table": jnp.asarray(block_table),
-        "context_lens": jnp.asarray([c for c, _ in rows], jnp.int32),
-        "query_start_loc": jnp.asarray(np.concatenate([[0], np.cumsum(num_new)]), jnp.int32),
+        "q": jnp.asarray(inputs.q),
+        "kv": cases.layer_kv(program, inputs, is_cpu=True, has_kernels=False),
+        "block_table": jnp.asarray(inputs.block_table),
+        "context_lens": jnp.asarray(inputs.context_lens),
+        "query_start_loc": jnp.asarray(inputs.query_start_loc),
         "num_decode_rows": num_decode_rows,
     }
-    pools = [x.reshape(N, block_size, K, C) for x in (k_pool, v_pool)]
-    return case, pools
+    return case, [inputs.k, inputs.v]
 
 
 def check(case, pools, *, form, dtype="float32", **rule):
@@ -103,7 +87,7 @@ def check(case, pools, *, form, dtype="float32", **rule):
         case["num_decode_rows"],
         **rule,
     )
-    np.testing.assert_allclose(np.asarray(got, np.float64), expected, **TOLERANCE[dtype])
+    np.testing.assert_allclose(np.asarray(got, np.float64), expected, **cases.TOLERANCE[dtype])
 
 
 # Around the edges of blocks, of tiles of 32 queries and of tiles of 128 keys.
