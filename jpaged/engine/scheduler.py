@@ -3,7 +3,9 @@
 vLLM V1's rules: running sequences first, in order of arrival, each with the gap between its tokens
 and its KV; then waiting ones, first come first served and never past one that does not fit. A
 running sequence that finds no block preempts the youngest, and then nobody is admitted in that
-step. Decoding goes in windows of J steps where the blocks suffice, else one step at a time.
+step. Decoding goes in windows of J steps where the blocks suffice and few prompt tokens are read
+beside them, else one step at a time: while prompts wait to be read, the rows to decode together
+grow in number.
 
 Beyond vLLM: a waiting sequence is held back while a running one computes a block that both begin
 with, so that prompts which arrive together compute a common prefix once. Others may pass it.
@@ -84,8 +86,10 @@ def plan(running: Sequence[View], waiting: Iterable[Waiting], limits: Limits) ->
             prefill.append(_prefill(index, seq, num_new, left))
 
     admitted = _admit(running, waiting, left, prefill) if limits.may_admit else []
+    num_read = sum(one.num_new for one in prefill)
+    most = 1 if 2 * num_read > limits.max_num_batched_tokens else limits.num_decode_steps
     num_steps, num_beam_steps = (
-        _window([running[index] for index in rows], left, limits) for rows in (decode, beams)
+        _window([running[index] for index in rows], most, left, limits) for rows in (decode, beams)
     )
     return Plan(
         admitted=tuple(admitted),
@@ -168,11 +172,11 @@ def _prefill(index: int, seq: View, num_new: int, left: _Left) -> Prefill:
     return Prefill(index, num_new, num_forks)
 
 
-def _window(ready: Sequence[View], left: _Left, limits: Limits) -> int:
-    """J if the blocks for it are there and some row can use it, else 1."""
-    J, block_size = limits.num_decode_steps, limits.block_size
+def _window(ready: Sequence[View], most: int, left: _Left, limits: Limits) -> int:
+    """`most` steps if the blocks for them are there and some row can use them, else 1."""
+    block_size = limits.block_size
     useful = max((seq.steps_left for seq in ready), default=1)
     extra = sum(
-        seq.window_blocks(J, block_size) - seq.window_blocks(1, block_size) for seq in ready
+        seq.window_blocks(most, block_size) - seq.window_blocks(1, block_size) for seq in ready
     )
-    return J if useful > 1 and left.take(extra) else 1
+    return most if useful > 1 and left.take(extra) else 1

@@ -6,6 +6,8 @@ trees of weights: the canonical one (Hugging Face's matrices, `[out, in]`) and, 
 the serving one that `prepare` makes (qkv and gate-up fused, `[in, out]`, an LM head of its own).
 """
 
+import functools as ft
+
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
@@ -15,9 +17,9 @@ from jpaged.model_config import LayerConfig, ModelConfig
 from jpaged.models.attend import AttendFn
 from jpaged.ops.activation import ACTIVATIONS
 from jpaged.ops.kv_cache import LayerKV
-from jpaged.ops.linear import linear, linear_by_row
-from jpaged.ops.norm import offset_rms_norm, rms_norm
+from jpaged.ops.linear import add_linear, linear
 from jpaged.ops.rope import Angles, rope_angles
+from jpaged.ops.rows import GatedRows, NormedRows, Rows, made
 from jpaged.rope_config import RopeConfig
 from jpaged.typing import Array, Float, Int
 
@@ -31,13 +33,21 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(num_out)) if bias else None
 
     def __call__(
-        self, x: Float[Array, "T D"], dtype: DTypeLike | None = None
+        self,
+        rows: Rows,
+        dtype: DTypeLike | None = None,
+        residual: Float[Array, "T F"] | None = None,
     ) -> Float[Array, "T F"]:
-        """The product, in x's dtype or the one asked for."""
+        """The product, in the rows' dtype or the one asked for, added to `residual`."""
         weight = self.weight.get_value() if self.fused else self.weight[...].T
-        multiply = linear_by_row if self.row_invariant else linear
-        y = multiply(weight, x, dtype or x.dtype)
-        return y if self.bias is None else y + jnp.broadcast_to(self.bias[...], y.shape)
+        multiply = ft.partial(
+            add_linear, weight, rows, dtype or rows.dtype, row_invariant=self.row_invariant
+        )
+        if self.bias is None:
+            return multiply(residual)
+        y = multiply()
+        y = y + jnp.broadcast_to(self.bias[...], y.shape)
+        return y if residual is None else residual + y
 
 
 class Embedding(nnx.Module):
@@ -59,11 +69,15 @@ class Norm(nnx.Module):
     def __init__(self, size: int, config: ModelConfig):
         self.weight = nnx.Param(jnp.zeros(size))
         self.eps, self.row_invariant = config.rms_norm_eps, False
-        self.norm = offset_rms_norm if config.norm_offset else rms_norm
+        self.is_offset = config.norm_offset
+
+    def rows(self, x: Float[Array, "*rows D"]) -> NormedRows:
+        """Over the last axis, for a product to make."""
+        return NormedRows(x, self.weight[...], self.eps, self.is_offset, self.row_invariant)
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         """Over the last axis, in x's dtype."""
-        return self.norm(x, self.weight[...], eps=self.eps, row_invariant=self.row_invariant)
+        return made(self.rows(x))
 
 
 class Attention(nnx.Module):
@@ -86,13 +100,15 @@ class Attention(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "T D"],
+        rows: Rows,
         angles: Angles | None,
         kv: LayerKV | None,
         attend: AttendFn,
+        residual: Float[Array, "T D"] | None,
     ) -> tuple[Float[Array, "T D"], LayerKV | None]:
         """Attends T tokens; `angles` are those of the layer's rope, None if it has none."""
-        q, k, v = (y.reshape(len(x), -1, self.config.head_dim) for y in self._qkv(x))
+        T = len(rows)
+        q, k, v = (y.reshape(T, -1, self.config.head_dim) for y in self._qkv(rows))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         out, kv = attend(
@@ -105,12 +121,13 @@ class Attention(nnx.Module):
             window=self.layer.window,
             soft_cap=self.config.attention_soft_cap,
         )
-        return self.o_proj(out.reshape(len(x), -1)), kv
+        return self.o_proj(out.reshape(T, -1), residual=residual), kv
 
-    def _qkv(self, x: Float[Array, "T D"]) -> tuple[Array, ...]:
+    def _qkv(self, rows: Rows) -> tuple[Array, ...]:
         if self.fused:
             num_q, num_k, _ = self.widths
-            return tuple(jnp.split(self.qkv_proj(x), (num_q, num_q + num_k), axis=-1))
+            return tuple(jnp.split(self.qkv_proj(rows), (num_q, num_q + num_k), axis=-1))
+        x = made(rows)
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
 
@@ -125,16 +142,17 @@ class MLP(nnx.Module):
             self.gate_proj = Linear(D, F, bias=bias, fused=False)
             self.up_proj = Linear(D, F, bias=bias, fused=False)
         self.down_proj = Linear(F, D, bias=bias, fused=fused)
-        self.activation = ACTIVATIONS[config.activation]
+        self.activation = config.activation
         self.fused = fused
 
-    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        """Every token for itself."""
+    def __call__(self, rows: Rows, residual: Float[Array, "T D"] | None) -> Float[Array, "T D"]:
+        """Every token for itself, added to `residual`."""
         if self.fused:
-            gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
+            gated = GatedRows(self.gate_up_proj(rows), self.activation)
         else:
-            gate, up = self.gate_proj(x), self.up_proj(x)
-        return self.down_proj(self.activation(gate) * up)
+            x = made(rows)
+            gated = ACTIVATIONS[self.activation](self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(gated, residual=residual)
 
 
 class DecoderLayer(nnx.Module):
@@ -162,12 +180,13 @@ class DecoderLayer(nnx.Module):
         attend: AttendFn,
     ) -> tuple[Float[Array, "T D"], LayerKV | None]:
         """Runs T tokens through the layer."""
-        attended, kv = self.self_attn(self.input_layernorm(hidden), angles, kv, attend)
+        rows = self.input_layernorm.rows(hidden)
         if self.pre_feedforward_layernorm is None or self.post_feedforward_layernorm is None:
-            hidden = hidden + attended
-            return hidden + self.mlp(self.post_attention_layernorm(hidden)), kv
+            hidden, kv = self.self_attn(rows, angles, kv, attend, hidden)
+            return self.mlp(self.post_attention_layernorm.rows(hidden), hidden), kv
+        attended, kv = self.self_attn(rows, angles, kv, attend, None)
         hidden = hidden + self.post_attention_layernorm(attended)
-        transformed = self.mlp(self.pre_feedforward_layernorm(hidden))
+        transformed = self.mlp(self.pre_feedforward_layernorm.rows(hidden), None)
         return hidden + self.post_feedforward_layernorm(transformed), kv
 
 

@@ -24,7 +24,8 @@
 
 namespace jpaged {
 
-constexpr int GROUP_ROWS = 64;   // rows (queries times heads) that a prefill item aims at
+constexpr int GROUP_ROWS = 96;   // rows (queries times heads) that a prefill item aims at
+constexpr int MAX_RUN = 8;       // items that a thread does one after the other
 constexpr int MIN_SHARED = 256;  // tiles of rows, below which one thread does it all
 
 // Divides by the sum of weights, the sink's included; no weight at all gives zeros.
@@ -54,26 +55,21 @@ void finish_all(const Call& call, const Item& item, float* rows) {
     finish<Q>(call, Row{rows + r * Row::size(call.padded())}, call.place(item, r));
 }
 
-// The work of an item; `attend` gives the results of a segment for one KV head. The heads see a
-// segment one after the other: what one has fetched is at hand for the next.
+// The work of an item; `attend` gives the results of a segment.
 template <class Q, class F>
 void attend_segments(const Call& call, const Item& item, F attend) {
   thread_local std::vector<float> merged_room, segment_room;
   const int64_t padded = call.padded(), num = call.num_rows(item), size = num * Row::size(padded);
-  const auto attend_heads = [&](int64_t segment, float* rows) {
-    for (int64_t h = 0; h < item.num_heads; ++h)
-      attend(item.head + h, segment, rows + h * (size / item.num_heads));
-  };
   if (item.partials != nullptr) {
     for (int64_t s = item.begin; s < item.end; ++s)
-      attend_heads(s, item.partials + (s - item.begin) * size);
+      attend(s, item.partials + (s - item.begin) * size);
     return;
   }
   float* merged = room(merged_room, size);
   float* segment = room(segment_room, size);
-  attend_heads(item.begin, merged);
+  attend(item.begin, merged);
   for (int64_t s = item.begin + 1; s < item.end; ++s) {
-    attend_heads(s, segment);
+    attend(s, segment);
     merge_all(merged, segment, num, padded);
   }
   finish_all<Q>(call, item, merged);
@@ -87,8 +83,8 @@ void attend(const Call& call, const Item& item) {
       thread_local tiles::Scratch scratch;
       tiles::pack_queries(call, item, scratch);
       tiles::Shapes shapes;
-      attend_segments<Q>(call, item, [&](int64_t head, int64_t s, float* rows) {
-        tiles::attend_segment(call, item, head, s, scratch, shapes, rows);
+      attend_segments<Q>(call, item, [&](int64_t s, float* rows) {
+        tiles::attend_segment(call, item, s, scratch, shapes, rows);
       });
       return;
     }
@@ -96,9 +92,8 @@ void attend(const Call& call, const Item& item) {
 #endif
   thread_local vectors::Scratch scratch;
   const float* q = vectors::widen_queries<Q>(call, item, scratch);
-  const int64_t size = item.num * call.group() * call.padded();
-  attend_segments<Q>(call, item, [&](int64_t head, int64_t s, float* rows) {
-    vectors::attend_segment<KV>(call, item, head, s, q + (head - item.head) * size, scratch, rows);
+  attend_segments<Q>(call, item, [&](int64_t s, float* rows) {
+    vectors::attend_segment<KV>(call, item, s, q, scratch, rows);
   });
 }
 
@@ -113,10 +108,18 @@ void merge_segments(const Call& call, const Item& item) {
 
 // --- the work list ---
 
+// As many as GROUP_ROWS allow, preferably in whole tiles of 16 rows.
+int64_t queries_per_item(int64_t group) {
+  const int64_t most = std::max<int64_t>(1, GROUP_ROWS / group);
+  for (int64_t num = most; 2 * num > most; --num)
+    if (num * group % 16 == 0) return num;
+  return most;
+}
+
 // Every query that sees anything, in items of neighbours that share their tiles of keys.
 std::vector<Item> make_items(const Call& call) {
   std::vector<Item> items;
-  const int64_t per_item = std::max<int64_t>(1, GROUP_ROWS / call.group());
+  const int64_t per_item = queries_per_item(call.group());
   for (int64_t b = 0; b < call.B; ++b) {
     const bool decodes = b < call.num_decode_rows;
     const int64_t first = decodes ? b : call.query_start_loc[b];
@@ -129,7 +132,7 @@ std::vector<Item> make_items(const Call& call) {
       const int64_t end = (position + size + SEGMENT - 1) / SEGMENT;
       const int64_t num_heads = size == 1 ? call.K : 1;
       for (int64_t head = 0; head < call.K; head += num_heads)
-        items.push_back({b, first + at, position, size, head, num_heads, begin, end, nullptr});
+        items.push_back({b, first + at, position, size, head, num_heads, begin, end, nullptr, nullptr});
     }
   }
   return items;
@@ -181,10 +184,15 @@ void run_typed(const Call& call, int64_t num_threads, const Schedule& schedule) 
   if (num_tiles < MIN_SHARED) num_threads = 1;
   std::vector<float> partials;
   const std::vector<Item> cut = cut_long_items(call, num_threads, items, partials);
-  const auto num = static_cast<int64_t>(items.size());
   // A prompt's last queries see most: they come first.
-  share_out(num, num_threads, schedule,
-            [&](int64_t i) { attend<Q, KV>(call, items[num - 1 - i]); });
+  std::reverse(items.begin(), items.end());
+  const auto num = static_cast<int64_t>(items.size());
+  const int64_t run = std::clamp<int64_t>(num / (8 * num_threads), 1, MAX_RUN);
+  for (int64_t i = 0; i + 1 < num; ++i)
+    if ((i + 1) % run != 0) items[i].next = &items[i + 1];
+  share_out((num + run - 1) / run, num_threads, schedule, [&](int64_t i) {
+    for (int64_t j = i * run; j < std::min(num, (i + 1) * run); ++j) attend<Q, KV>(call, items[j]);
+  });
   share_out(static_cast<int64_t>(cut.size()), num_threads, schedule,
             [&](int64_t i) { merge_segments<Q>(call, cut[i]); });
 }

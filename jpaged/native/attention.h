@@ -15,6 +15,7 @@ struct Item {
   int64_t head, num_heads;            // the first KV head; how many
   int64_t begin, end;                 // segments
   float* partials;                    // where the segments' results go; null: they are finished
+  const Item* next;                   // whose keys the thread reads after these; or null
 };
 
 // A call: its arrays, all C-contiguous.
@@ -48,40 +49,55 @@ struct Call {
   }
 };
 
-// Where a tile's keys and values lie in their pools, for one head: those from `begin` to `end`.
+// Where a tile's keys and values lie in their pools, for an item's first head: those from `begin` to
+// `end`. The others' places are the pool's first.
 struct Places {
   int begin = 0, end = 0;
-  int64_t at[TILE];
+  int64_t at[TILE] = {};
 
   bool has(int key) const { return begin <= key && key < end; }
 };
 
-// The places of the tile at `start`, of which the positions from lo to hi are live.
-inline Places locate(const Call& call, const Item& item, int64_t head, int64_t start, int64_t lo,
-                     int64_t hi) {
+// The positions that an item's queries see, from the first and up to the second.
+inline std::pair<int64_t, int64_t> live(const Call& call, const Item& item) {
+  return {call.first_visible(item.position), item.position + item.num};
+}
+
+// Where an item's tiles of a segment begin.
+inline int64_t first_tile(const Call& call, const Item& item, int64_t segment) {
+  return std::max(segment * SEGMENT, live(call, item).first / TILE * TILE);
+}
+
+// The places of an item's tile at `start`.
+inline Places locate(const Call& call, const Item& item, int64_t start) {
   Places places;
+  const auto [lo, hi] = live(call, item);
   const int32_t* table = call.block_table + item.row * call.M;
   int64_t position = std::max(start, lo), end = std::min(start + TILE, hi);
   places.begin = static_cast<int>(position - start), places.end = static_cast<int>(end - start);
   int64_t block = position / call.S, offset = position % call.S;
   for (; position < end; ++block, offset = 0) {
     const int64_t stride = call.K * call.C, num = std::min(call.S - offset, end - position);
-    const int64_t first = (table[block] * call.S + offset) * stride + head * call.C;
+    const int64_t first = (table[block] * call.S + offset) * stride + item.head * call.C;
     for (int64_t i = 0; i < num; ++i, ++position) places.at[position - start] = first + i * stride;
   }
   return places;
 }
 
-// Asks for a tile's keys and values, those of all the item's heads, ahead of their use: they lie in
-// blocks here and there, where the processor does not guess the next.
+// The places of the tile that is read after the one at `start`. Keys lie in blocks here and there,
+// where the processor does not guess the next, and waits if it is told late: who reads a tile asks,
+// row by row, for as much of this one.
+inline Places locate_next(const Call& call, const Item& item, int64_t start) {
+  if (start + TILE < live(call, item).second) return locate(call, item, start + TILE);
+  if (item.next == nullptr) return {};
+  return locate(call, *item.next, first_tile(call, *item.next, item.next->begin));
+}
+
 template <class KV>
-void prefetch(const Places& places, const KV* k, const KV* v, int64_t size) {
-  const auto bytes = static_cast<int64_t>(size * sizeof(KV));
-  for (int key = places.begin; key < places.end; ++key)
-    for (int64_t at = 0; at < bytes; at += 64) {
-      __builtin_prefetch(reinterpret_cast<const char*>(k + places.at[key]) + at, 0, 2);
-      __builtin_prefetch(reinterpret_cast<const char*>(v + places.at[key]) + at, 0, 2);
-    }
+inline void ask_for(const KV* row, int64_t C) {
+  const auto bytes = static_cast<int64_t>(C * sizeof(KV));
+  for (int64_t at = 0; at < bytes; at += 64)
+    __builtin_prefetch(reinterpret_cast<const char*>(row) + at, 0, 2);
 }
 
 }  // namespace jpaged

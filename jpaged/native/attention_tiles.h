@@ -62,24 +62,25 @@ inline void store_transposed(__m512i (&a)[SIDE], uint32_t* to, int64_t stride) {
   for (int i = 0; i < SIDE; ++i) _mm512_store_si512(to + i * stride, a[i]);
 }
 
-// The keys of a tile as pairs; those not live are zeros.
-inline void pack_keys(const Places& places, const uint16_t* pool, int64_t C, int64_t depth,
-                      uint32_t* to) {
+// The keys of a tile as pairs; those not live are zeros. Asks for the next tile's.
+inline void pack_keys(const Places& places, const Places& next, const uint16_t* pool, int64_t C,
+                      int64_t depth, uint32_t* to) {
   for (int first = 0; first < TILE; first += SIDE)
     for (int64_t c = 0; c < depth; c += DEPTH) {
       __m512i rows[SIDE];
 #pragma GCC unroll 16
       for (int i = 0; i < SIDE; ++i) {
         const int key = first + i;
+        _mm_prefetch(pool + next.at[key] + c, _MM_HINT_T1);
         rows[i] = places.has(key) ? load_row(pool + places.at[key], c, C) : _mm512_setzero_si512();
       }
       store_transposed(rows, to + c / 2 * TILE + first, TILE);
     }
 }
 
-// The values of a tile as pairs; those not live are zeros.
-inline void pack_values(const Places& places, const uint16_t* pool, int64_t C, int64_t depth,
-                        uint32_t* to) {
+// The values of a tile as pairs; those not live are zeros. Asks for the next tile's.
+inline void pack_values(const Places& places, const Places& next, const uint16_t* pool, int64_t C,
+                        int64_t depth, uint32_t* to) {
   __m512i low = _mm512_setzero_si512(), high = low;
   alignas(64) uint16_t places_low[DEPTH], places_high[DEPTH];
   for (int i = 0; i < SIDE; ++i)
@@ -91,9 +92,11 @@ inline void pack_values(const Places& places, const uint16_t* pool, int64_t C, i
   for (int key = 0; key < TILE; key += 2, to += depth)
     for (int64_t c = 0; c < depth; c += DEPTH) {
       __m512i rows[2];
-      for (int i = 0; i < 2; ++i)
+      for (int i = 0; i < 2; ++i) {
+        _mm_prefetch(pool + next.at[key + i] + c, _MM_HINT_T1);
         rows[i] = places.has(key + i) ? load_row(pool + places.at[key + i], c, C)
                                       : _mm512_setzero_si512();
+      }
       _mm512_store_si512(to + c, _mm512_permutex2var_epi16(rows[0], low, rows[1]));
       _mm512_store_si512(to + c + SIDE, _mm512_permutex2var_epi16(rows[0], high, rows[1]));
     }
@@ -146,44 +149,50 @@ inline void round_weights(const float* from, uint16_t* to) {
                        (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(from + key)));
 }
 
+// The softmax of the rows of one KV head takes a tile, packed.
+inline void add_tile(const Call& call, const Item& item, int64_t start, const uint16_t* q,
+                     const uint32_t* keys, const uint32_t* values, Scratch& scratch, float* rows,
+                     Shapes& shapes) {
+  const int64_t padded = call.padded(), depth = depth_of(call), stride = Row::size(padded);
+  const int64_t G = call.group(), num = item.num * G;
+  uint16_t* weights = room(scratch.weights, SIDE * TILE);
+  float* scores = room(scratch.scores, SIDE * TILE);
+  for (int64_t first = 0; first < num; first += SIDE) {
+    const auto few = static_cast<uint8_t>(std::min<int64_t>(SIDE, num - first));
+    shapes.set({few, few, few, few, few, SIDE, SIDE, SIDE}, {64, 64, 64, 64, 64, 64, 64, 64});
+    score(q + first * depth, keys, depth, scores);
+    float* upper = rows + first * stride;
+    for (int64_t r = 0; r < few; ++r) {
+      const auto [lo, hi] = call.visible(item.position + (first + r) / G, start);
+      if (lo < hi) {
+        weigh(call.rule, scores + r * TILE, lo, hi, Row{upper + r * stride}, padded);
+        round_weights(scores + r * TILE, weights + r * TILE);
+      } else {
+        std::fill_n(weights + r * TILE, TILE, 0);
+      }
+    }
+    add_values(weights, values, depth, padded, Row{upper}.value(), stride);
+  }
+}
+
 // As `vectors::attend_segment`, after `pack_queries`.
-inline void attend_segment(const Call& call, const Item& item, int64_t head, int64_t segment,
-                           Scratch& scratch, Shapes& shapes, float* rows) {
-  const int64_t padded = call.padded(), depth = depth_of(call), G = call.group();
-  const int64_t num = item.num * G, stride = Row::size(padded);
-  const uint16_t* q = start(scratch.q) + (head - item.head) * num * depth;
+inline void attend_segment(const Call& call, const Item& item, int64_t segment, Scratch& scratch,
+                           Shapes& shapes, float* rows) {
+  const int64_t C = call.C, padded = call.padded(), depth = depth_of(call);
+  const int64_t num = item.num * call.group(), stride = Row::size(padded);
   uint32_t* keys = room(scratch.keys, depth / 2 * TILE);
   uint32_t* values = room(scratch.values, TILE / 2 * depth);
-  uint16_t* weights = room(scratch.weights, num * TILE);
-  float* scores = room(scratch.scores, num * TILE);
-  const auto row = [&](int64_t r) { return Row{rows + r * stride}; };
-  for (int64_t r = 0; r < num; ++r) row(r).clear(padded);
-  const int64_t live_lo = call.first_visible(item.position), live_hi = item.position + item.num;
-  const int64_t begin = std::max(segment * SEGMENT, live_lo / TILE * TILE);
-  const int64_t end = std::min((segment + 1) * SEGMENT, live_hi);
   const auto* k = static_cast<const uint16_t*>(call.k);
   const auto* v = static_cast<const uint16_t*>(call.v);
-  Places places, next = locate(call, item, head, begin, live_lo, live_hi);
-  for (int64_t start = begin; start < end; start += TILE) {
-    places = next;
-    next = locate(call, item, head, start + TILE, live_lo, live_hi);
-    if (head == item.head) prefetch(next, k, v, item.num_heads * call.C);
-    pack_keys(places, k, call.C, depth, keys);
-    pack_values(places, v, call.C, depth, values);
-    for (int64_t first = 0; first < num; first += SIDE) {
-      const auto few = static_cast<uint8_t>(std::min<int64_t>(SIDE, num - first));
-      shapes.set({few, few, few, few, few, SIDE, SIDE, SIDE}, {64, 64, 64, 64, 64, 64, 64, 64});
-      score(q + first * depth, keys, depth, scores + first * TILE);
-      for (int64_t r = first; r < first + few; ++r) {
-        const auto [lo, hi] = call.visible(item.position + r / G, start);
-        if (lo < hi) {
-          weigh(call.rule, scores + r * TILE, lo, hi, row(r), padded);
-          round_weights(scores + r * TILE, weights + r * TILE);
-        } else {
-          std::fill_n(weights + r * TILE, TILE, 0);
-        }
-      }
-      add_values(weights + first * TILE, values, depth, padded, row(first).value(), stride);
+  for (int64_t r = 0; r < num * item.num_heads; ++r) Row{rows + r * stride}.clear(padded);
+  const int64_t end = std::min((segment + 1) * SEGMENT, live(call, item).second);
+  for (int64_t start = first_tile(call, item, segment); start < end; start += TILE) {
+    const Places places = locate(call, item, start), next = locate_next(call, item, start);
+    for (int64_t h = 0; h < item.num_heads; ++h) {
+      pack_keys(places, next, k + h * C, C, depth, keys);
+      pack_values(places, next, v + h * C, C, depth, values);
+      add_tile(call, item, start, jpaged::start(scratch.q) + h * num * depth, keys, values, scratch,
+               rows + h * num * stride, shapes);
     }
   }
 }

@@ -113,10 +113,13 @@ inline void with_rows(int64_t num, F f) {
 
 // Widens the rows of a tile; those not live become zeros.
 template <class KV>
-void read_tile(const Places& places, const KV* pool, int64_t C, int64_t padded, float* to) {
+void read_tile(const Places& places, const Places& next, const KV* pool, int64_t C, int64_t padded,
+               float* to) {
   std::fill(to, to + places.begin * padded, 0.0f);
-  for (int key = places.begin; key < places.end; ++key)
+  for (int key = places.begin; key < places.end; ++key) {
+    ask_for(pool + next.at[key], C);
     widen_row(pool + places.at[key], C, padded, to + key * padded);
+  }
   std::fill(to + places.end * padded, to + TILE * padded, 0.0f);
 }
 
@@ -134,46 +137,48 @@ const float* widen_queries(const Call& call, const Item& item, Scratch& scratch)
   return q;
 }
 
-// A segment: `rows` gets the softmax of each of the item's queries of a KV head. q: these, widened.
+// The softmax of the rows of one KV head takes a tile: its keys [C][TILE], its values as read.
+inline void add_tile(const Call& call, const Item& item, int64_t start, const float* q,
+                     const float* keys, const float* values, float* scores, float* rows) {
+  const int64_t padded = call.padded(), G = call.group(), num = item.num * G;
+  const auto row = [&](int64_t r) { return Row{rows + r * Row::size(padded)}; };
+  const auto visible = [&](int64_t r) { return call.visible(item.position + r / G, start); };
+  for (int64_t r = 0; r < num; r += MAX_ROWS)
+    with_rows(std::min<int64_t>(num - r, MAX_ROWS), [&](auto R) {
+      score_rows<R()>(q + r * padded, padded, keys, call.C, scores + r * TILE);
+    });
+  for (int64_t r = 0, next; r < num; r = next) {
+    const auto [lo, hi] = visible(r);
+    for (next = r + 1; next < num && next < r + MAX_ROWS; ++next)
+      if (visible(next) != std::pair<int, int>(lo, hi)) break;
+    if (lo >= hi) continue;
+    for (int64_t i = r; i < next; ++i) weigh(call.rule, scores + i * TILE, lo, hi, row(i), padded);
+    with_rows(next - r, [&, lo = lo, hi = hi](auto R) {
+      add_values<R()>(scores + r * TILE, values, padded, lo, hi, row(r).value(), Row::size(padded));
+    });
+  }
+}
+
+// A segment: `rows` gets the softmax of each of the item's queries, by KV head. q: these, widened.
 template <class KV>
-void attend_segment(const Call& call, const Item& item, int64_t head, int64_t segment,
-                    const float* q, Scratch& scratch, float* rows) {
-  const int64_t C = call.C, padded = call.padded(), G = call.group(), num = item.num * G;
+void attend_segment(const Call& call, const Item& item, int64_t segment, const float* q,
+                    Scratch& scratch, float* rows) {
+  const int64_t C = call.C, padded = call.padded(), num = item.num * call.group();
   float* keys = room(scratch.keys, TILE * padded);
   float* values = room(scratch.values, TILE * padded);
   float* scores = room(scratch.scores, num * TILE);
-  const auto row = [&](int64_t r) { return Row{rows + r * Row::size(padded)}; };
-  for (int64_t r = 0; r < num; ++r) row(r).clear(padded);
-  const int64_t live_lo = call.first_visible(item.position), live_hi = item.position + item.num;
-  const int64_t begin = std::max(segment * SEGMENT, live_lo / TILE * TILE);
-  const int64_t end = std::min((segment + 1) * SEGMENT, live_hi);
-  const KV* k = static_cast<const KV*>(call.k);
-  const KV* v = static_cast<const KV*>(call.v);
-  Places places, next = locate(call, item, head, begin, live_lo, live_hi);
-  for (int64_t start = begin; start < end; start += TILE) {
-    places = next;
-    next = locate(call, item, head, start + TILE, live_lo, live_hi);
-    if (head == item.head) prefetch(next, k, v, item.num_heads * C);
-    read_tile(places, k, C, padded, values);
-    for (int64_t key = 0; key < TILE; key += LANES)
-      for (int64_t c = 0; c < padded; c += LANES)
-        transpose(values + key * padded + c, padded, keys + c * TILE + key, TILE);
-    for (int64_t r = 0; r < num; r += MAX_ROWS)
-      with_rows(std::min<int64_t>(num - r, MAX_ROWS), [&](auto R) {
-        score_rows<R()>(q + r * padded, padded, keys, C, scores + r * TILE);
-      });
-    read_tile(places, v, C, padded, values);
-    const auto visible = [&](int64_t r) { return call.visible(item.position + r / G, start); };
-    for (int64_t r = 0, next; r < num; r = next) {
-      const auto [lo, hi] = visible(r);
-      for (next = r + 1; next < num && next < r + MAX_ROWS; ++next)
-        if (visible(next) != std::pair<int, int>(lo, hi)) break;
-      if (lo >= hi) continue;
-      for (int64_t i = r; i < next; ++i) weigh(call.rule, scores + i * TILE, lo, hi, row(i), padded);
-      with_rows(next - r, [&, lo = lo, hi = hi](auto R) {
-        add_values<R()>(scores + r * TILE, values, padded, lo, hi, row(r).value(),
-                        Row::size(padded));
-      });
+  for (int64_t r = 0; r < num * item.num_heads; ++r) Row{rows + r * Row::size(padded)}.clear(padded);
+  const int64_t end = std::min((segment + 1) * SEGMENT, live(call, item).second);
+  for (int64_t start = first_tile(call, item, segment); start < end; start += TILE) {
+    const Places places = locate(call, item, start), next = locate_next(call, item, start);
+    for (int64_t h = 0; h < item.num_heads; ++h) {
+      read_tile(places, next, static_cast<const KV*>(call.k) + h * C, C, padded, values);
+      for (int64_t key = 0; key < TILE; key += LANES)
+        for (int64_t c = 0; c < padded; c += LANES)
+          transpose(values + key * padded + c, padded, keys + c * TILE + key, TILE);
+      read_tile(places, next, static_cast<const KV*>(call.v) + h * C, C, padded, values);
+      add_tile(call, item, start, q + h * num * padded, keys, values, scores,
+               rows + h * num * Row::size(padded));
     }
   }
 }

@@ -24,7 +24,7 @@ inline void make_integers(const Product& p, Rows& rows, int64_t t) {
   const int64_t stride = p.padded_depth();
   float* row = room(own, stride);
   int8_t* high = start(rows.integers) + t * 2 * stride;
-  widen_row(p, t, row);
+  make_row(p, t, row);
   for (int64_t s = 0; s < p.num_steps(); ++s, row += DEPTH, high += DEPTH) {
     float peak = 0, total = 0;  // the total is NaN if any number is not finite, else 0
     for (int d = 0; d < DEPTH; ++d) {
@@ -116,20 +116,21 @@ void multiply_integers(const Product& p, const Rows& rows, int64_t panel, int64_
   }
 }
 
-inline void multiply_panel_of_integers(const Product& p, const Rows& rows, int64_t panel, int64_t t,
-                                int64_t end) {
+inline void multiply_panels_of_integers(const Product& p, const Rows& rows, int64_t first,
+                                        int64_t last, int64_t begin, int64_t end) {
   thread_local std::vector<float> own;
   float* sums = room(own, INT_ROWS * PANEL);
   Shapes shapes;
-  for (; t < end; t += INT_ROWS) {
-    const int num = static_cast<int>(std::min<int64_t>(INT_ROWS, end - t));
-    set_shapes(shapes, 2 * num, DEPTH);
-    if (p.kind == Kind::i8)
-      multiply_integers<Kind::i8>(p, rows, panel, t, num, sums);
-    else
-      multiply_integers<Kind::i4>(p, rows, panel, t, num, sums);
-    put(p, t, num, panel, sums);
-  }
+  for (int64_t panel = first; panel < last; ++panel)
+    for (int64_t t = begin; t < end; t += INT_ROWS) {
+      const int num = static_cast<int>(std::min<int64_t>(INT_ROWS, end - t));
+      set_shapes(shapes, 2 * num, DEPTH);
+      if (p.kind == Kind::i8)
+        multiply_integers<Kind::i8>(p, rows, panel, t, num, sums);
+      else
+        multiply_integers<Kind::i4>(p, rows, panel, t, num, sums);
+      put(p, t, num, panel, sums);
+    }
 }
 
 }  // namespace jpaged::tiles

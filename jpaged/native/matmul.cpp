@@ -24,24 +24,26 @@
 namespace jpaged {
 
 constexpr int TASK_ROWS = 256;  // rows of a task; a multiple of BLOCK
+constexpr int MADE_ROWS = 8;     // rows that are made ready together
 constexpr int64_t MIN_SHARED = 200'000;  // multiplications, below which one thread does it all
 
-// A way to multiply: room for all rows, one row made ready, some rows times a panel.
+// A way to multiply: room for all rows, one row made ready, some rows times some panels.
 struct Form {
   void (*reserve)(const Product&, Rows&);
   void (*make_ready)(const Product&, Rows&, int64_t t);
-  void (*multiply_panel)(const Product&, const Rows&, int64_t panel, int64_t t, int64_t end);
+  void (*multiply_panels)(const Product&, const Rows&, int64_t first, int64_t last, int64_t t,
+                          int64_t end);
 };
 
 Form choose_form([[maybe_unused]] const Product& p) {
 #if HAS_TILES
   const bool is_bf16 = p.kind == Kind::bf16 && p.x_dtype == DType::bf16;
   if (tiles::is_allowed() && (is_bf16 || p.kind == Kind::f32))
-    return {tiles::reserve, tiles::make_ready, tiles::multiply_panel};
+    return {tiles::reserve, tiles::make_ready, tiles::multiply_panels};
   if (tiles::is_allowed() && (p.kind == Kind::i8 || p.kind == Kind::i4))
-    return {tiles::reserve_integers, tiles::make_integers, tiles::multiply_panel_of_integers};
+    return {tiles::reserve_integers, tiles::make_integers, tiles::multiply_panels_of_integers};
 #endif
-  return {vectors::reserve, vectors::make_ready, vectors::multiply_panel};
+  return {vectors::reserve, vectors::make_ready, vectors::multiply_panels};
 }
 
 void run(const Product& p, int64_t num_threads, const Schedule& schedule) {
@@ -50,9 +52,9 @@ void run(const Product& p, int64_t num_threads, const Schedule& schedule) {
   const Form form = choose_form(p);
   form.reserve(p, rows);
   if (p.T * p.D * p.F < MIN_SHARED) num_threads = 1;
-  const int64_t num_blocks = (p.T + BLOCK - 1) / BLOCK;
-  share_out(num_blocks, num_threads, schedule, [&](int64_t i) {
-    for (int64_t t = i * BLOCK; t < std::min(p.T, (i + 1) * BLOCK); ++t) form.make_ready(p, rows, t);
+  share_out((p.T + MADE_ROWS - 1) / MADE_ROWS, num_threads, schedule, [&](int64_t i) {
+    for (int64_t t = i * MADE_ROWS; t < std::min(p.T, (i + 1) * MADE_ROWS); ++t)
+      form.make_ready(p, rows, t);
   });
   const int64_t num_parts = (p.T + TASK_ROWS - 1) / TASK_ROWS;
   // Few rows wait for the weights, which come fastest in one stream: a task takes many panels.
@@ -61,7 +63,8 @@ void run(const Product& p, int64_t num_threads, const Schedule& schedule) {
   share_out(num_runs * num_parts, num_threads, schedule, [&](int64_t i) {
     const int64_t t = i / num_runs * TASK_ROWS, end = std::min<int64_t>(t + TASK_ROWS, p.T);
     const int64_t first = i % num_runs * run, last = std::min(first + run, p.num_panels());
-    for (int64_t panel = first; panel < last; ++panel) form.multiply_panel(p, rows, panel, t, end);
+    form.multiply_panels(p, rows, first, last, t, end);
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // behind what was streamed
   });
 }
 
@@ -78,12 +81,18 @@ static jpaged::DType dtype_of(ffi::DataType dtype) {
 
 static ffi::Error multiply(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight,
                            ffi::Buffer<ffi::F16> scales, ffi::Buffer<ffi::F16> mins,
-                           ffi::Result<ffi::AnyBuffer> out, int64_t kind) {
+                           ffi::AnyBuffer norm, ffi::AnyBuffer residual,
+                           ffi::Result<ffi::AnyBuffer> out, int64_t kind, int64_t making,
+                           float eps) {
   jpaged::Product p{};
   p.x = x.untyped_data(), p.weight = weight.untyped_data(), p.out = out->untyped_data();
   p.scales = reinterpret_cast<const _Float16*>(scales.typed_data());
   p.mins = reinterpret_cast<const _Float16*>(mins.typed_data());
-  p.T = x.dimensions()[0], p.D = x.dimensions()[1], p.F = out->dimensions()[1];
+  p.norm = norm.untyped_data();
+  p.residual = residual.element_count() > 0 ? residual.untyped_data() : nullptr;
+  p.making = static_cast<jpaged::Making>(making), p.eps = eps;
+  p.T = x.dimensions()[0], p.F = out->dimensions()[1];
+  p.D = x.dimensions()[1] / (p.making >= jpaged::Making::silu ? 2 : 1);
   p.x_dtype = dtype_of(x.element_type()), p.out_dtype = dtype_of(out->element_type());
   p.kind = static_cast<jpaged::Kind>(kind);
   jpaged::run(p, pool.num_threads(),
@@ -98,5 +107,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_matmul, multiply,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::F16>>()
                                   .Arg<ffi::Buffer<ffi::F16>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
-                                  .Attr<int64_t>("kind"));
+                                  .Attr<int64_t>("kind")
+                                  .Attr<int64_t>("making")
+                                  .Attr<float>("eps"));

@@ -53,6 +53,68 @@ inline void narrow(float x, BFloat16* to) {  // to the nearest, ties to even
   to->bits = static_cast<uint16_t>(x != x ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+// LANES numbers, as float32.
+template <class T>
+inline Vec read(const T* from) {
+  Vec v;
+  for (int i = 0; i < LANES; ++i) v[i] = widen(from[i]);
+  return v;
+}
+inline Vec read(const BFloat16* from) {
+  using Half = uint16_t __attribute__((vector_size(2 * LANES)));
+  Half bits;
+  std::memcpy(&bits, from, sizeof bits);
+  const Word wide = __builtin_convertvector(bits, Word) << 16;
+  Vec v;
+  std::memcpy(&v, &wide, sizeof v);
+  return v;
+}
+
+// The first `num` of LANES numbers, or all if there are more; zeros behind.
+template <class T>
+inline Vec read(const T* from, int64_t num) {
+  if (num >= LANES) return read(from);
+  Vec v{};
+  for (int64_t i = 0; i < num; ++i) v[i] = widen(from[i]);
+  return v;
+}
+
+// Rounds to a type, as `narrow` does.
+template <class T>
+inline Vec rounded(Vec v) {
+  for (int i = 0; i < LANES; ++i) {
+    T narrowed;
+    narrow(v[i], &narrowed);
+    v[i] = widen(narrowed);
+  }
+  return v;
+}
+template <>
+inline Vec rounded<float>(Vec v) {
+  return v;
+}
+template <>
+inline Vec rounded<BFloat16>(Vec v) {
+  Word bits;
+  std::memcpy(&bits, &v, sizeof bits);
+  bits = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u;
+  Vec y;
+  std::memcpy(&y, &bits, sizeof y);
+  return select(v != v, v, y);
+}
+
+// Stores what `rounded` gave.
+template <class T>
+inline void write(Vec v, T* to) {
+  for (int i = 0; i < LANES; ++i) narrow(v[i], to + i);
+}
+inline void write(Vec v, BFloat16* to) {
+  using Half = uint16_t __attribute__((vector_size(2 * LANES)));
+  Word bits;
+  std::memcpy(&bits, &v, sizeof bits);
+  const Half half = __builtin_convertvector(bits >> 16, Half);
+  std::memcpy(to, &half, sizeof half);
+}
 
 // Calls f with a null pointer of the type that `dtype` names.
 template <class F>

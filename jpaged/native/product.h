@@ -1,8 +1,14 @@
-// A product of rows with a packed weight: how the weight is stored, and its rows and results.
+// A product of rows with a packed weight: how the weight is stored, what its rows are made of, and
+// where its results go.
 
 #pragma once
 
-#include "numbers.h"
+#include <cmath>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#include "functions.h"
 
 namespace jpaged {
 
@@ -19,15 +25,28 @@ enum class Kind : int64_t {
   i4 = 4,    // [d/8][c][d%4]: the low half of a byte is the input d with d/4%2 == 0
 };
 
+// What makes a row of D numbers of x's.
+enum class Making : int64_t {
+  nothing = 0,
+  rms_norm = 1,         // rounded, then times the norm's weight
+  offset_rms_norm = 2,  // times 1 + the norm's weight, then rounded
+  silu = 3,             // silu(gate) * up, of a row of gates and ups
+  gelu_tanh = 4,
+};
+
 struct Product {
-  const void* x;           // [T D]
+  const void* x;           // [T D], or of gates and ups [T 2D]
   const void* weight;      // [panels, PANEL * padded D], by kind
   const _Float16* scales;  // [panels, steps, PANEL], of i8 and i4
   const _Float16* mins;    // the same, of i4: a weight is number * scale + min
+  const void* norm;        // [D], of x's type: the norm's weight
+  const void* residual;    // [T F], of out's type, to be added to the product; or null
   void* out;               // [T F]
   int64_t T, D, F;
   DType x_dtype, out_dtype;
   Kind kind;
+  Making making;
+  float eps;               // of the norm
 
   int64_t num_panels() const { return (F + PANEL - 1) / PANEL; }
   int64_t num_steps() const { return (D + DEPTH - 1) / DEPTH; }
@@ -46,25 +65,85 @@ struct Rows {
   std::vector<float> scales, sums;  // [T, steps]: of the integers, and theirs
 };
 
-// A row as float32, zeros behind it.
-inline void widen_row(const Product& p, int64_t t, float* to) {
+// A row's RMS norm.
+template <class T>
+void normalize(const Product& p, const T* x, float* to) {
+  const auto* weight = static_cast<const T*>(p.norm);
+  Vec squares{};
+  for (int64_t d = 0; d < p.D; d += LANES) {
+    const Vec v = read(x + d, p.D - d);
+    squares += v * v;
+  }
+  float total = 0;
+  for (int i = 0; i < LANES; ++i) total += squares[i];
+  const float scale = 1 / std::sqrt(total / static_cast<float>(p.D) + p.eps);
+  const bool is_offset = p.making == Making::offset_rms_norm;
+  for (int64_t d = 0; d < p.D; d += LANES) {
+    const Vec v = read(x + d, p.D - d) * scale, w = read(weight + d, p.D - d);
+    store(to + d, rounded<T>(is_offset ? v * (1.0f + w) : rounded<T>(v) * w));
+  }
+}
+
+// activation(gate) * up, of a row of D gates and D ups.
+template <class T>
+void gate(const Product& p, const T* x, float* to) {
+  for (int64_t d = 0; d < p.D; d += LANES) {
+    const Vec v = read(x + d, p.D - d), up = read(x + p.D + d, p.D - d);
+    store(to + d, rounded<T>((p.making == Making::silu ? silu(v) : gelu_tanh(v)) * up));
+  }
+}
+
+// Row t as float32, zeros behind it.
+inline void make_row(const Product& p, int64_t t, float* to) {
+  const bool is_gated = p.making >= Making::silu;
+  std::fill(to + p.D / LANES * LANES, to + p.padded_depth(), 0.0f);
   with_type(p.x_dtype, [&](auto* type) {
-    const auto* from = static_cast<decltype(type)>(const_cast<void*>(p.x)) + t * p.D;
-    for (int64_t d = 0; d < p.D; ++d) to[d] = widen(from[d]);
+    const auto* x = static_cast<decltype(type)>(const_cast<void*>(p.x));
+    x += t * p.D * (is_gated ? 2 : 1);
+    if (is_gated) return gate(p, x, to);
+    if (p.making != Making::nothing) return normalize(p, x, to);
+    for (int64_t d = 0; d < p.D; d += LANES) store(to + d, read(x + d, p.D - d));
   });
-  std::fill(to + p.D, to + p.padded_depth(), 0.0f);
+}
+
+constexpr int64_t STREAMED = 1 << 20;  // bytes of results, from which they do not stay in the cache
+
+// Writes a panel's row past the cache: it is read again when the cache holds something else.
+template <class T>
+inline void stream(const T (&row)[PANEL], T* to) {
+#if defined(__AVX512F__)
+  for (size_t i = 0; i < sizeof row / 64; ++i)
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to) + i,
+                        _mm512_load_si512(reinterpret_cast<const char*>(row) + 64 * i));
+#else
+  std::memcpy(to, row, sizeof row);
+#endif
 }
 
 // Sums [num][PANEL] of rows with a panel go to their place in the result.
 inline void put(const Product& p, int64_t t, int64_t num, int64_t panel, const float* sums) {
   const int64_t first = panel * PANEL, width = std::min<int64_t>(PANEL, p.F - first);
   with_type(p.out_dtype, [&](auto* type) {
-    auto* to = static_cast<decltype(type)>(p.out) + t * p.F + first;
+    using T = std::remove_pointer_t<decltype(type)>;
+    T* to = static_cast<T*>(p.out) + t * p.F + first;
+    const T* residual = static_cast<const T*>(p.residual);
+    if (residual != nullptr) residual += t * p.F + first;
+    const bool streams = static_cast<int64_t>(p.T * p.F * sizeof(T)) >= STREAMED &&
+                         reinterpret_cast<uintptr_t>(to) % 64 == 0 && p.F * sizeof(T) % 64 == 0;
     for (int64_t r = 0; r < num; ++r, sums += PANEL, to += p.F) {
-      if (width == PANEL)  // a length the compiler knows
-        for (int c = 0; c < PANEL; ++c) narrow(sums[c], to + c);
+      alignas(64) T row[PANEL];
+      for (int c = 0; c < PANEL; c += LANES) {
+        Vec sum = rounded<T>(load(sums + c));
+        if (residual != nullptr) sum = rounded<T>(read(residual + c, width - c) + sum);
+        write(sum, row + c);
+      }
+      if (residual != nullptr) residual += p.F;
+      if (width < PANEL)
+        std::copy_n(row, width, to);
+      else if (streams)
+        stream(row, to);
       else
-        for (int c = 0; c < width; ++c) narrow(sums[c], to + c);
+        std::memcpy(to, row, sizeof row);
     }
   });
 }

@@ -33,9 +33,10 @@ struct Term { int x, weight; };
 constexpr Term ONE[] = {{0, 0}}, SIX[] = {{0, 2}, {1, 1}, {0, 1}, {2, 0}, {1, 0}, {0, 0}};
 
 // sums[num][PANEL] = rows times a panel of pairs. x, weight: their first cut, and from cut to cut.
+// asks: for the weights that follow, too.
 template <const auto& TERMS>
 void multiply_pairs(const uint16_t* x, int64_t x_cut, int64_t stride, const uint16_t* weight,
-                    int64_t weight_cut, int64_t num_steps, int num, float* sums) {
+                    int64_t weight_cut, int64_t num_steps, int num, bool asks, float* sums) {
   const bool is_tall = num > SIDE;
   _tile_zero(0);
   _tile_zero(1);
@@ -47,18 +48,16 @@ void multiply_pairs(const uint16_t* x, int64_t x_cut, int64_t stride, const uint
     for (const Term term : TERMS) {
       const uint16_t* a = x + term.x * x_cut + s * DEPTH;
       const uint16_t* b = weight + term.weight * weight_cut + s * DEPTH * PANEL;
-      if (weight_loaded != term.weight) {
-        _tile_loadd(6, b, 2 * ROW_BYTES);
-        _tile_loadd(7, b + DEPTH, 2 * ROW_BYTES);
-        prefetch(b, DEPTH * PANEL * 2);
-      }
-      if (x_loaded != term.x) {
-        _tile_loadd(4, a, stride * 2);
-        if (is_tall) _tile_loadd(5, a + SIDE * stride, stride * 2);
-      }
+      if (weight_loaded != term.weight) _tile_loadd(6, b, 2 * ROW_BYTES);
+      if (x_loaded != term.x) _tile_loadd(4, a, stride * 2);
       _tile_dpbf16ps(0, 4, 6);
+      if (weight_loaded != term.weight) {
+        _tile_loadd(7, b + DEPTH, 2 * ROW_BYTES);
+        if (asks) prefetch(b, DEPTH * PANEL * 2);
+      }
       _tile_dpbf16ps(1, 4, 7);
       if (is_tall) {
+        if (x_loaded != term.x) _tile_loadd(5, a + SIDE * stride, stride * 2);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
       }
@@ -87,7 +86,9 @@ inline float high_part(float x) {
 }
 
 // Whether the rows are as tiles want them.
-inline bool are_ready(const Product& p) { return p.kind == Kind::bf16 && p.D % DEPTH == 0; }
+inline bool are_ready(const Product& p) {
+  return p.kind == Kind::bf16 && p.D % DEPTH == 0 && p.making == Making::nothing;
+}
 
 inline void reserve(const Product& p, Rows& rows) {
   if (!are_ready(p)) room(rows.planes, p.T * p.padded_depth() * (p.kind == Kind::f32 ? 3 : 1));
@@ -100,7 +101,7 @@ inline void make_ready(const Product& p, Rows& rows, int64_t t) {
   const int64_t stride = p.padded_depth(), cut = p.T * stride;
   float* row = room(own, stride);
   uint16_t* to = start(rows.planes) + t * stride;
-  widen_row(p, t, row);
+  make_row(p, t, row);
   for (int64_t d = 0; d < stride; ++d) to[d] = static_cast<uint16_t>(bits_of(row[d]) >> 16);
   if (p.kind != Kind::f32) return;
   for (int64_t d = 0; d < stride; ++d) {
@@ -123,25 +124,56 @@ inline void cut_panel(const float* from, int64_t depth, uint16_t* to) {
       }
 }
 
-inline void multiply_panel(const Product& p, const Rows& rows, int64_t panel, int64_t t, int64_t end) {
-  thread_local std::vector<float> own;
+// Sums wait for the next ones before they are put in their place: reading tiles right after they were
+// stored would wait.
+class Waiting {
+ public:
+  explicit Waiting(const Product& p) : p_(p), sums_{room(rooms_[0]), room(rooms_[1])} {}
+  ~Waiting() { put_last(); }
+  // Where the next sums go.
+  float* next() { return sums_[turn_]; }
+  // They are there.
+  void add(int64_t t, int num, int64_t panel) {
+    put_last();
+    t_ = t, num_ = num, panel_ = panel, turn_ = 1 - turn_;
+  }
+
+ private:
+  static float* room(std::vector<float>& of) { return jpaged::room(of, BLOCK * PANEL); }
+  void put_last() {
+    if (num_ > 0) put(p_, t_, num_, panel_, sums_[1 - turn_]);
+  }
+
+  static thread_local std::vector<float> rooms_[2];
+  const Product& p_;
+  float* sums_[2];
+  int64_t t_ = 0, panel_ = 0;
+  int num_ = 0, turn_ = 0;
+};
+inline thread_local std::vector<float> Waiting::rooms_[2];
+
+inline void multiply_panels(const Product& p, const Rows& rows, int64_t first, int64_t last,
+                            int64_t begin, int64_t end) {
   thread_local std::vector<uint16_t> cuts;
-  const int64_t stride = p.padded_depth(), size = stride * PANEL;
-  float* sums = room(own, BLOCK * PANEL);
+  const int64_t stride = p.padded_depth(), size = stride * PANEL, steps = p.num_steps();
   const bool is_single = p.kind == Kind::bf16;
-  const uint16_t* weight = is_single ? p.panel<uint16_t>(panel) : room(cuts, 3 * size);
-  if (!is_single) cut_panel(p.panel<float>(panel), stride, start(cuts));
   const auto* x = are_ready(p) ? static_cast<const uint16_t*>(p.x) : start(rows.planes);
   Shapes shapes;
-  for (; t < end; t += BLOCK) {
-    const int num = static_cast<int>(std::min<int64_t>(BLOCK, end - t));
-    set_shapes(shapes, num, DEPTH * 2);
-    if (is_single)
-      multiply_pairs<ONE>(x + t * stride, 0, stride, weight, 0, p.num_steps(), num, sums);
-    else
-      multiply_pairs<SIX>(x + t * stride, p.T * stride, stride, weight, size, p.num_steps(), num,
-                          sums);
-    put(p, t, num, panel, sums);
+  Waiting waiting(p);
+  for (int64_t panel = first; panel < last; ++panel) {
+    const uint16_t* weight = is_single ? p.panel<uint16_t>(panel) : room(cuts, 3 * size);
+    if (!is_single) cut_panel(p.panel<float>(panel), stride, start(cuts));
+    for (int64_t t = begin; t < end; t += BLOCK) {
+      const int num = static_cast<int>(std::min<int64_t>(BLOCK, end - t));
+      const uint16_t* from = x + t * stride;
+      set_shapes(shapes, num, DEPTH * 2);
+      if (is_single)
+        multiply_pairs<ONE>(from, 0, stride, weight, 0, steps, num, t == begin, waiting.next());
+      else
+        multiply_pairs<SIX>(from, p.T * stride, stride, weight, size, steps, num, false,
+                            waiting.next());
+      waiting.add(t, num, panel);
+    }
   }
 }
 

@@ -14,7 +14,7 @@ constexpr int MAX_ROWS = LANES == 16 ? 8 : LANES == 8 ? 2 : 1;  // whose sums fi
 inline void reserve(const Product& p, Rows& rows) { room(rows.numbers, p.T * p.padded_depth()); }
 
 inline void make_ready(const Product& p, Rows& rows, int64_t t) {
-  widen_row(p, t, start(rows.numbers) + t * p.padded_depth());
+  make_row(p, t, start(rows.numbers) + t * p.padded_depth());
 }
 
 // sums[r][PANEL] = x[r] times a panel [D][PANEL], for R rows.
@@ -77,15 +77,18 @@ inline const float* widen_panel(const Product& p, int64_t panel, std::vector<flo
   return to;
 }
 
-inline void multiply_panel(const Product& p, const Rows& rows, int64_t panel, int64_t t, int64_t end) {
+inline void multiply_panels(const Product& p, const Rows& rows, int64_t first, int64_t last,
+                            int64_t begin, int64_t end) {
   thread_local std::vector<float> scratch, own;
-  const float* weights = widen_panel(p, panel, scratch);
   float* sums = room(own, BLOCK * PANEL);
   const int64_t stride = p.padded_depth();
-  for (; t < end; t += BLOCK) {
-    const int64_t num = std::min<int64_t>(BLOCK, end - t);
-    multiply_all(num, start(rows.numbers) + t * stride, stride, weights, stride, sums);
-    put(p, t, num, panel, sums);
+  for (int64_t panel = first; panel < last; ++panel) {
+    const float* weights = widen_panel(p, panel, scratch);
+    for (int64_t t = begin; t < end; t += BLOCK) {
+      const int64_t num = std::min<int64_t>(BLOCK, end - t);
+      multiply_all(num, start(rows.numbers) + t * stride, stride, weights, stride, sums);
+      put(p, t, num, panel, sums);
+    }
   }
 }
 

@@ -1,6 +1,7 @@
 """A product with a weight. The type of the weight chooses the arithmetic.
 
-Plain arrays are multiplied here; a quantized weight registers its own form under `linear`.
+Plain arrays are multiplied here; another weight registers its own form under `linear`, and under
+`add_linear` if it makes rows and adds results on its own.
 """
 
 import functools as ft
@@ -11,6 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jpaged.ops.invariant import multiply_by_row
+from jpaged.ops.rows import Rows, made
 from jpaged.typing import Array, Float
 
 
@@ -31,3 +33,21 @@ def linear(weight: Any, x: Float[Array, "T D"], dtype: DTypeLike) -> Float[Array
 def linear_by_row(weight: Any, x: Float[Array, "T D"], dtype: DTypeLike) -> Float[Array, "T F"]:
     """`linear` whose rows have the same bits however many there are."""
     return multiply_by_row(lambda rows: linear(weight, rows, dtype), x)
+
+
+@ft.singledispatch
+def add_linear(
+    weight: Any,
+    rows: Rows,
+    dtype: DTypeLike,
+    residual: Float[Array, "T F"] | None = None,
+    *,
+    row_invariant: bool = False,
+) -> Float[Array, "T F"]:
+    """`linear` of rows that may be yet to be made, and the rounded product added to `residual`.
+
+    residual: of `dtype`. row_invariant: as `linear_by_row`.
+    """
+    multiply = linear_by_row if row_invariant else linear
+    y = multiply(weight, made(rows), dtype)
+    return y if residual is None else residual + y

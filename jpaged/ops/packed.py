@@ -14,7 +14,8 @@ from jax.typing import DTypeLike
 
 from jpaged.native import matmul
 from jpaged.ops.grouped import GROUP, GroupedWeight, numbers_by_group
-from jpaged.ops.linear import linear, linear_by_row
+from jpaged.ops.linear import add_linear, linear, linear_by_row
+from jpaged.ops.rows import GatedRows, NormedRows, Rows, made
 from jpaged.typing import Array, Float, Shaped
 
 PANEL = 32  # outputs
@@ -77,12 +78,38 @@ def merge(slices: PackedWeight) -> PackedWeight:
 @linear.register
 @linear_by_row.register
 def _(weight: PackedWeight, x: Float[Array, "T D"], dtype: DTypeLike) -> Float[Array, "T F"]:
+    return add_linear(weight, x, dtype)
+
+
+@add_linear.register
+def _(
+    weight: PackedWeight,
+    rows: Rows,
+    dtype: DTypeLike,
+    residual: Float[Array, "T F"] | None = None,
+    *,
+    row_invariant: bool = False,
+) -> Float[Array, "T F"]:
+    del row_invariant  # they are
+    x, making = _source(rows)
     return matmul.multiply(
         x,
         weight.panels,
         weight.scales,
         weight.leasts,
+        residual,
+        **making,
         kind=weight.kind,
         num_out=weight.num_out,
         dtype=dtype,
     )
+
+
+def _source(rows: Rows) -> tuple[Float[Array, "T source"], dict[str, Any]]:
+    """What the product makes its rows of, and how."""
+    if isinstance(rows, NormedRows) and rows.weight.dtype == rows.dtype:
+        making = "offset_rms_norm" if rows.is_offset else "rms_norm"
+        return rows.x, {"making": making, "norm": rows.weight, "eps": rows.eps}
+    if isinstance(rows, GatedRows) and rows.activation in matmul.MAKINGS:
+        return rows.gate_up, {"making": rows.activation}
+    return made(rows), {}

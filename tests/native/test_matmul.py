@@ -1,5 +1,6 @@
 """Products in C++ against float64 NumPy: all kinds of weights, ragged sizes, tiles and vectors."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -9,8 +10,9 @@ import pytest
 
 from jpaged.native import build, library
 from jpaged.ops.grouped import GROUP, GroupedWeight, dequantize, quantize
-from jpaged.ops.linear import linear
+from jpaged.ops.linear import add_linear, linear
 from jpaged.ops.packed import PackedWeight, pack
+from jpaged.ops.rows import GatedRows, NormedRows, Rows, made
 from tests.native.kernels import FOLDER, load_or_skip
 
 FLOATS = ("float32", "float16", "bfloat16")
@@ -111,6 +113,80 @@ def test_rows_of_any_size(kernels, kind, scale):
     wide, values = np.asarray(x, np.float64), values_of(weight, 64)
     assert (np.abs(got - wide @ values) <= largest_error(wide, values, kind)).all()
     assert (got[1] == 0).all()
+
+
+def draw_rows(making: str, T: int, D: int, dtype: str) -> Rows:
+    rng = np.random.default_rng(5)
+    if making in ("rms_norm", "offset_rms_norm"):
+        x = jnp.asarray(rng.normal(size=(T, D)) * 30, dtype)
+        weight = jnp.asarray(rng.normal(size=D), dtype)
+        is_offset = making == "offset_rms_norm"
+        return NormedRows(x, weight, 1e-5, is_offset=is_offset, row_invariant=False)
+    gate_up = rng.normal(size=(T, 2 * D)) * 4
+    gate_up[0, :4] = (-100, 100, -88, 0)  # where exp has no number
+    return GatedRows(jnp.asarray(gate_up, dtype), making)
+
+
+def rows_in_float64(rows: Rows) -> np.ndarray:
+    if isinstance(rows, NormedRows):
+        x, weight = np.asarray(rows.x, np.float64), np.asarray(rows.weight, np.float64)
+        normalized = x / np.sqrt((x * x).mean(axis=1, keepdims=True) + rows.eps)
+        return normalized * (1 + weight if rows.is_offset else weight)
+    gate, up = np.split(np.asarray(rows.gate_up, np.float64), 2, axis=1)
+    if rows.activation == "silu":
+        return gate / (1 + np.exp(-gate)) * up
+    inner = np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
+    return 0.5 * gate * (1 + np.tanh(inner)) * up
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("making", ["rms_norm", "offset_rms_norm", "silu", "gelu_tanh"])
+def test_rows_made_on_the_way_are_those_that_are_made_before(kernels, making, dtype):
+    """A weight that copies its rows shows them: rounded twice at most, as XLA's are."""
+    T, D = 37, 75  # not whole tasks, steps or vectors
+    rows = draw_rows(making, T, D, dtype)
+    got = np.asarray(add_linear(pack(jnp.eye(D, dtype=dtype)), rows, "float32"), np.float64)
+    want, last_bit = rows_in_float64(rows), float(jnp.finfo(dtype).eps)
+    # 1 + weight and an activation of a negative number are small differences of larger ones.
+    if isinstance(rows, GatedRows):
+        size = np.abs(np.prod(np.split(np.asarray(rows.gate_up, np.float64), 2, axis=1), axis=0))
+    else:
+        size = np.abs(rows_in_float64(replace(rows, weight=abs(rows.weight))))
+    assert (np.abs(got - want) <= 1.5 * last_bit * np.abs(want) + 2.0**-20 * size).all()
+    # XLA in 16 bits rounds what is within an activation as well.
+    before = np.asarray(made(rows), np.float64)
+    assert (np.abs(got - before) <= 4 * last_bit * (np.abs(want) + size)).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_made_on_the_way_for_all_weights(kernels, kind):
+    rng = np.random.default_rng(6)
+    rows = draw_rows("silu", 9, 64, kind if kind in FLOATS else "bfloat16")
+    weight = make_weight(rng, 64, 40, kind)
+    shown = np.asarray(add_linear(pack(jnp.eye(64, dtype=rows.dtype)), rows, rows.dtype))
+    got = add_linear(pack(weight), rows, jnp.float32)
+    wide, values = shown.astype(np.float64), values_of(weight, 64)
+    assert (np.abs(got - wide @ values) <= largest_error(wide, values, kind)).all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("num_out", [64, 50])
+def test_a_rounded_product_is_added_to_a_residual(kernels, dtype, num_out):
+    rng = np.random.default_rng(7)
+    x = jnp.asarray(rng.normal(size=(35, 40)), dtype)
+    residual = jnp.asarray(rng.normal(size=(35, num_out)), dtype)
+    weight = pack(make_weight(rng, 40, num_out, dtype))
+    got = add_linear(weight, x, dtype, residual)
+    np.testing.assert_array_equal(got, residual + add_linear(weight, x, dtype))
+
+
+def test_large_results_are_all_there(kernels):
+    """From a megabyte on they are written past the processor's cache."""
+    x = jnp.asarray(np.random.default_rng(8).normal(size=(600, 32)), "bfloat16")
+    weight = pack(jnp.asarray(np.random.default_rng(9).normal(size=(32, 992)), "bfloat16"))
+    whole = np.asarray(linear(weight, x, "bfloat16"))
+    parts = [np.asarray(linear(weight, x[i : i + 100], "bfloat16")) for i in range(0, 600, 100)]
+    np.testing.assert_array_equal(whole, np.concatenate(parts))
 
 
 def test_the_product_is_part_of_other_programs(kernels):

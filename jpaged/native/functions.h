@@ -1,0 +1,42 @@
+// Functions of vectors of float32.
+
+#pragma once
+
+#include "numbers.h"
+
+namespace jpaged {
+
+// exp, within 2 ulp; 0 below -87, NaN for NaN.
+inline Vec exp(Vec x) {
+  const Vec shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+  const Vec shifted = x * 1.44269504f + shift;
+  const Vec n = shifted - shift;
+  const Vec r = (x - n * 0.693145752f) - n * 1.42860677e-6f;
+  Vec p = splat(1.0f / 5040);
+  for (float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = p * r + c;
+  Word power;  // the whole number stands in the low bits of `shifted`
+  std::memcpy(&power, &shifted, sizeof power);
+  power = (power << 23) + (127 << 23);
+  Vec two_to_n;
+  std::memcpy(&two_to_n, &power, sizeof power);
+  return select(x < -87.0f, Vec{}, p * two_to_n);
+}
+inline NOINLINE float exp(float x) { return exp(splat(x))[0]; }
+
+// tanh, to about 1e-7 of 1. Beyond 20 it is 1.
+inline Vec tanh(Vec x) {
+  x = select(x > 20.0f, splat(20.0f), select(x < -20.0f, splat(-20.0f), x));
+  return 1.0f - 2.0f / (exp(x * 2.0f) + 1.0f);
+}
+
+// sqrt(2 / pi) and the cubic part of the usual approximation.
+inline Vec gelu_tanh(Vec x) {
+  return 0.5f * x * (1.0f + tanh(0.797884561f * (x + 0.044715f * x * x * x)));
+}
+
+inline Vec silu(Vec x) {
+  const Vec y = select(x < -87.0f, splat(87.0f), -x);  // exp is defined up to 88
+  return x / (1.0f + exp(y));
+}
+
+}  // namespace jpaged
