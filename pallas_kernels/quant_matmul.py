@@ -71,6 +71,7 @@ def quant_matmul(
         F=weight.num_outputs,
         itemsize=x.dtype.itemsize,
         bits=4 if weight.kind == "int4" else 8,
+        group=weight.inputs_per_scale,
         gpu=current_gpu(),
     )
     product = _describe(x, weight, tiling)

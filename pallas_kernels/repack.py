@@ -203,7 +203,8 @@ def _by_group(
     """Of unsigned numbers [F D], zeros [G F] and scales [G F]."""
     D = numbers.shape[1]
     if bits == 8:
-        numbers, zeros = (x if x is None else _less_middle(x) for x in (numbers, zeros))
+        numbers = _less_middle(numbers)
+        zeros = None if zeros is None else _less_middle(zeros)
     return QuantWeight(
         numbers=pad_inputs(numbers) if bits == 8 else pack_int4(numbers),
         scales=jnp.asarray(scales),

@@ -116,7 +116,15 @@ class MatmulTiling:
 
 
 def choose_matmul(
-    given: MatmulTiling | None, *, M: int, D: int, F: int, itemsize: int, bits: int, gpu: Gpu
+    given: MatmulTiling | None,
+    *,
+    M: int,
+    D: int,
+    F: int,
+    itemsize: int,
+    bits: int,
+    group: int,
+    gpu: Gpu,
 ) -> MatmulTiling:
     """How a product of rows [M D] with a quantized weight [D F] is cut up.
 
@@ -125,12 +133,13 @@ def choose_matmul(
         M, D, F: the sizes.
         itemsize: bytes of the rows' type.
         bits: of a number of the weight.
+        group: inputs with one scale.
         gpu: compiled for.
 
     Raises:
         ValueError: the given tiling lacks shared memory for its tiles.
     """
-    tiling = given or _matmul_tiling(M, D, F, itemsize, gpu)
+    tiling = given or _matmul_tiling(M, D, F, itemsize, bits * group < 256, gpu)
     # Rows and numbers in flight, and the numbers of one step as floats.
     in_flight = tiling.tile_m * itemsize + tiling.tile_f * bits // 8
     num_bytes = (tiling.num_stages * in_flight + tiling.tile_f * itemsize) * tiling.tile_d
@@ -140,30 +149,35 @@ def choose_matmul(
     return tiling
 
 
-def _matmul_tiling(M: int, D: int, F: int, itemsize: int, gpu: Gpu) -> MatmulTiling:
+def _matmul_tiling(
+    M: int, D: int, F: int, itemsize: int, has_short_groups: bool, gpu: Gpu
+) -> MatmulTiling:
     """Few rows: tiles that read the weight in long stretches; where there are too few of them to
     fill the GPU, several programs share a sum. Many rows: tiles that use a decoded number often.
     float32 rows are multiplied without tensor cores, in smaller tiles.
+
+    Sizes are those that spill no register and copy 16 bytes at a time, as compiled for sm_80 and
+    sm_90a. Groups of less than 32 bytes need more outputs for that, and registers for their sums.
     """
-    is_float32 = itemsize == 4
-    if M > 64 and not is_float32:
-        tile_m = 128 if M > 128 else 64
-        return MatmulTiling(
-            tile_m=tile_m, tile_f=128, tile_d=64, num_splits=1, num_warps=8, num_stages=3
-        )
-    tile_m = min(power_of_two(M), 32 if is_float32 else 64)
-    tile_f, tile_d = 64, 64 if is_float32 else 128
+    if itemsize == 4:
+        tile_m, tile_f, tile_d, num_warps, num_stages = min(power_of_two(M), 32), 32, 32, 4, 3
+    elif M <= 64:
+        tile_m, tile_d, num_warps, num_stages = power_of_two(M), 128, 4, 4
+        tile_f = 128 if has_short_groups and M <= 32 else 64
+    else:
+        tile_m, tile_d, num_warps, num_stages = 64 if M <= 128 else 128, 64, 8, 3
+        tile_f = 64 if has_short_groups else 128
     num_programs = -(-M // tile_m) * -(-F // tile_f)
-    # Two programs on a multiprocessor hide each other's waits. A share of less than four steps is
-    # not worth what it costs to add it.
-    num_splits = min(2 * gpu.num_sms // num_programs, -(-D // tile_d) // 4, MAX_MATMUL_SPLITS)
+    # Two programs on a multiprocessor hide each other's waits. Less than 512 inputs are not worth
+    # what it costs to add what they give.
+    num_splits = min(2 * gpu.num_sms // num_programs, D // 512, MAX_MATMUL_SPLITS)
     return MatmulTiling(
         tile_m=tile_m,
         tile_f=tile_f,
         tile_d=tile_d,
-        num_splits=max(num_splits, 1),
-        num_warps=4,
-        num_stages=4,
+        num_splits=max(num_splits, 1) if M <= 64 else 1,
+        num_warps=num_warps,
+        num_stages=num_stages,
     )
 
 

@@ -80,6 +80,7 @@ def _multiply(
             F=quantized.num_outputs,
             itemsize=x.dtype.itemsize,
             bits=8 if weight.leasts is None else 4,
+            group=GROUP,
             gpu=tiling.current_gpu(),
         )
         tiles = dataclasses.replace(tiles, num_splits=1)

@@ -86,7 +86,7 @@ def repacked(form: str, parts: dict[str, np.ndarray]) -> QuantWeight:
         return _from_qweight(form, parts)
     if parts["weight"].dtype == np.int8:
         return repack.from_int8(parts["weight"], parts["weight_scale"])
-    scales = parts.get("weight_scale_inv", parts.get("weight_scale"))
+    scales = parts["weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"]
     is_blocks = "weight_scale_inv" in parts or "block" in form
     return repack.from_float8(
         parts["weight"], scales.astype(np.float32), block=BLOCK if is_blocks else None

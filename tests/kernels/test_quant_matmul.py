@@ -1,6 +1,7 @@
 """Products with weights of 8 and 4 bits, interpreted, against float64 of what the numbers are."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +87,7 @@ def draw(case, rng):
     columns = -(-F // case.outputs_per_scale)
     scales = rng.uniform(0.1, 2, (groups, columns)).astype(jnp.dtype(case.scale_dtype))
     order = None if case.is_ordered else rng.permutation(D).astype(np.int32)
-    spans = {
+    spans: dict[str, Any] = {
         "inputs_per_scale": case.inputs_per_scale,
         "outputs_per_scale": case.outputs_per_scale,
         "order": order,
@@ -193,14 +194,25 @@ def test_four_bits_are_packed_in_halves_of_runs():
 
 
 def test_tilings_follow_the_rows_and_the_gpu():
-    h100 = gpu_of("NVIDIA H100 80GB HBM3")
-    sizes = {"D": 4096, "F": 4096, "itemsize": 2, "bits": 4, "gpu": h100}
-    assert [choose_matmul(None, M=M, **sizes).tile_m for M in (1, 17, 40, 100, 1000)] == [
-        16, 32, 64, 64, 128,
-    ]  # fmt: skip
-    assert choose_matmul(None, M=1, **sizes).num_splits == 4  # 64 tiles on 132 multiprocessors
-    assert choose_matmul(None, M=1, **(sizes | {"F": 49152})).num_splits == 1
-    assert choose_matmul(None, M=1, **(sizes | {"D": 256})).num_splits == 1
+    sizes: dict[str, Any] = {
+        "D": 4096,
+        "F": 4096,
+        "itemsize": 2,
+        "bits": 4,
+        "group": 128,
+        "gpu": gpu_of("NVIDIA H100 80GB HBM3"),
+    }
+
+    def tiles(M, **changes):
+        return choose_matmul(None, M=M, **(sizes | changes))
+
+    assert [tiles(M).tile_m for M in (1, 17, 40, 100, 1000)] == [16, 32, 64, 64, 128]
+    assert tiles(1).num_splits == 4  # 64 tiles on 132 multiprocessors
+    assert tiles(1, F=49152).num_splits == tiles(1, D=256).num_splits == 1
+    assert tiles(100, F=64).num_splits == 1
+    assert tiles(1, group=32).tile_f == 2 * tiles(1).tile_f
+    assert tiles(1, group=32, bits=8).tile_f == tiles(1).tile_f
+    assert tiles(100, itemsize=4).tile_m == 32
 
 
 def test_a_tiling_without_room_is_told_before_the_launch():

@@ -22,8 +22,8 @@ def test_products_are_those_of_the_floats(bits, D):
 
 def test_rows_by_row_have_the_same_bits_in_any_company():
     rng = np.random.default_rng(1)
-    weight = for_kernels(quantize(jnp.asarray(rng.normal(size=(512, 40)), jnp.float32), "int4"))
-    x = jnp.asarray(rng.normal(size=(70, 512)), jnp.float32)
+    weight = for_kernels(quantize(jnp.asarray(rng.normal(size=(1024, 40)), jnp.float32), "int4"))
+    x = jnp.asarray(rng.normal(size=(70, 1024)), jnp.float32)
     many = linear_by_row(weight, x, jnp.float32)
     np.testing.assert_array_equal(many[69:], linear_by_row(weight, x[69:], jnp.float32))
     assert (many[69:] != linear(weight, x[69:], jnp.float32)).any(), "no test of the tiling"
