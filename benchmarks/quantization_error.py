@@ -1,4 +1,4 @@
-"""What bfloat16, int8 and int4 matrices lose against float32, on real text.
+"""What matrices and KV caches of 16, 8 and 4 bits lose against float32, on real text.
 
     python -m benchmarks.quantization_error --model HF_DIRECTORY_OR_GGUF_FILE --num-chunks 32
 
@@ -28,7 +28,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
     "gguf": {"dtype": "bfloat16", "quantization": "gguf"},
+    **{
+        f"kv_{name}": {"dtype": "bfloat16", "kv_cache_dtype": name}
+        for name in ("fp8", "fp8_e5m2", "fp8_per_token_head", "int8")
+    },
 }
+DEFAULT = ("float32", "bfloat16", "int8", "int4")
 SCORED = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False)
 
 
@@ -46,8 +51,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="a file (default: Python's own reference)")
     parser.add_argument("--num-chunks", type=int, default=32)
     parser.add_argument("--chunk-len", type=int, default=512, help="tokens")
-    default = [name for name in VARIANTS if name != "gguf"]
-    parser.add_argument("--variants", nargs="+", default=default, choices=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", default=DEFAULT, choices=list(VARIANTS))
     args = parser.parse_args()
     text = (
         args.text.read_text() if args.text else "\n\n".join(topics[key] for key in sorted(topics))

@@ -217,7 +217,7 @@ def test_a_plan_starts_no_backend_and_reads_no_weights(tmp_path: Path):
         (["--device", "a100"], "device='a100' is unknown; there are t4, "),
         (["--device", "l4", "--tensor-parallel-size", "3"], "tensor_parallel_size=3 does not"),
         (["--device", "l4", "--tensor-parallel-size", "0"], "must be a whole number from 1"),
-        (["--device", "l4", "--kv-cache-dtype", "int3"], "dtype='int3' is not one of"),
+        (["--device", "l4", "--kv-cache-dtype", "int3"], "kv_cache_dtype='int3' is unknown"),
         (["--device", "l4", "--max-model-len", "1m"], "max_model_len=1000000 exceeds the"),
         (["--device", "l4", "--quantization", "gguf"], "plan with int8 for Q8_0"),
         ([], "the following arguments are required: --device"),
