@@ -270,13 +270,39 @@ def decode_shared_memory(
     return buffers + by_token + operands * (2 if rows >= 64 and itemsize < 4 else 1)
 
 
+# Tiles of prefill that compile without spilled registers (jax 0.10.2), all features together, by
+# what they are for: tile_q, tile_kv, num_warps, num_stages. Widths are head dims, padded.
+_PREFILL_AMPERE = {  # by width and whether the cache has 8 bits
+    (64, False): (64, 64, 4, 5),
+    (64, True): (64, 64, 4, 5),
+    (128, False): (64, 32, 4, 5),
+    (128, True): (64, 32, 8, 5),
+    (256, False): (64, 32, 8, 5),
+    (256, True): (32, 32, 4, 5),
+}
+_PREFILL_HOPPER = {
+    (64, False): (128, 64, 8, 5),
+    (64, True): (128, 64, 8, 5),
+    (128, False): (128, 64, 8, 5),
+    (128, True): (128, 64, 8, 5),
+    (256, False): (128, 32, 8, 5),
+    (256, True): (64, 32, 8, 5),
+}
+# float32 is multiplied number by number: tensor cores would round it to 11 bits.
+_PREFILL_FLOAT32 = {  # by width and whether the cache is of another type; the last one spills
+    (64, False): (64, 16, 8, 2),
+    (64, True): (16, 16, 8, 2),
+    (128, False): (64, 16, 8, 2),
+    (128, True): (16, 16, 8, 2),
+    (256, False): (32, 16, 8, 2),
+    (256, True): (16, 16, 8, 2),
+}
+
+
 def prefill_tiling(
     *, head_dim: int, group: int, itemsize: int, kv_itemsize: int, gpu: Gpu
 ) -> PrefillTiling:
     """The tiling of a prefill; it depends on nothing that changes from step to step.
-
-    These compile without spilled registers for sm_80 and sm_90a, all features together; but float32
-    queries with head dims above 128 over a cache of fewer bits spill 492 bytes.
 
     Args:
         head_dim: C.
@@ -285,25 +311,20 @@ def prefill_tiling(
         kv_itemsize: bytes of a number in the cache.
         gpu: where it is to run.
     """
-    width = power_of_two(head_dim)
-    num_warps, num_stages = 8, 5
-    if itemsize == 4:  # multiplied one by one: tensor cores would round to 11 bits
-        tile_q = 16 if kv_itemsize < 4 else 32 if width > 128 else 64
-        tile_kv, num_stages = 16, 2
-    elif _has_wgmma(gpu):
-        tile_q, tile_kv = 128, 32 if width > 128 else 64
+    width = power_of_two(head_dim, 64)
+    if itemsize == 4:
+        chosen = _PREFILL_FLOAT32[width, kv_itemsize < 4]
     else:
-        tile_q, tile_kv = 64, 32 if width > 64 else 64
-        # Padding and 8 bits take registers of their own: more warps have more of them.
-        needs_many = width > 128 or (width > 64 and (width > head_dim or kv_itemsize == 1))
-        num_warps = 8 if needs_many else 4
+        chosen = (_PREFILL_HOPPER if _has_wgmma(gpu) else _PREFILL_AMPERE)[width, kv_itemsize == 1]
+    tile_q, tile_kv, num_warps, num_stages = chosen
     tiling = PrefillTiling(
         tile_q=power_of_two(group, tile_q),
         tile_kv=tile_kv,
         num_warps=num_warps,
         num_stages=num_stages,
     )
-    if _prefill_shared_memory(tiling, width, itemsize, gpu) > gpu.shared_memory:
+    is_padded = num_warps == 4 and 64 < head_dim < 128  # which takes registers
+    if is_padded or prefill_shared_memory(tiling, width, itemsize, gpu) > gpu.shared_memory:
         return replace(tiling, num_stages=2)
     return tiling
 
@@ -319,18 +340,22 @@ def check_prefill(
         )
     check_shared_memory(
         f"paged_prefill with {tiling} at a width of {width} in {itemsize} bytes",
-        _prefill_shared_memory(tiling, width, itemsize, gpu),
+        prefill_shared_memory(tiling, width, itemsize, gpu),
         gpu,
         "take a smaller tile_kv or tile_q, or num_stages below 5",
     )
 
 
-def _prefill_shared_memory(tiling: PrefillTiling, width: int, itemsize: int, gpu: Gpu) -> int:
-    """Queries, weights, and keys and values: once more where fetched ahead, and for wgmma."""
+def prefill_shared_memory(tiling: PrefillTiling, width: int, itemsize: int, gpu: Gpu) -> int:
+    """Bytes of one program: queries, weights, and keys and values, twice if fetched ahead.
+
+    For Hopper's products once more.
+    """
     fetched_ahead = 2 if tiling.num_stages >= 5 else 0
     for_wgmma = 2 if _has_wgmma(gpu) and itemsize == 2 else 0
     vectors = tiling.tile_q + (2 + fetched_ahead + for_wgmma) * tiling.tile_kv
-    return (vectors * width + tiling.tile_q * tiling.tile_kv) * itemsize
+    block_ids_and_scales = KIB
+    return (vectors * width + tiling.tile_q * tiling.tile_kv) * itemsize + block_ids_and_scales
 
 
 def _has_wgmma(gpu: Gpu) -> bool:

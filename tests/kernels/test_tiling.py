@@ -8,12 +8,15 @@ from pallas_kernels.tiling import (
     DecodeTiling,
     PrefillTiling,
     check_decode,
+    check_prefill,
     current_gpu,
     decode_rows,
     decode_shared_memory,
     decode_tiling,
     gpu_of,
     power_of_two,
+    prefill_shared_memory,
+    prefill_tiling,
 )
 
 A100, H200 = gpu_of("NVIDIA A100-SXM4-80GB"), gpu_of("NVIDIA H200")
@@ -95,6 +98,39 @@ def test_every_choice_fits_its_gpu(gpu):
         sizes = {"rows": rows, "width": width, "itemsize": itemsize, "gpu": gpu}
         tiling = decode_tiling(num_programs=64, max_visible=4096, **sizes)
         check_decode(tiling, kv_itemsize=itemsize, **sizes)
+
+
+# The same of prefill: tiling, width and bytes of what is multiplied.
+PREFILL_COMPILED = [
+    (A100, (64, 32, 4, 2), 128, 2, 36_864),
+    (A100, (64, 32, 4, 5), 128, 2, 53_504),
+    (A100, (64, 64, 4, 5), 64, 2, 41_472),
+    (A100, (64, 32, 8, 5), 256, 2, 102_656),
+    (A100, (64, 16, 8, 2), 128, 4, 53_504),
+    (H200, (128, 64, 8, 2), 128, 2, 98_304),
+    (H200, (128, 64, 8, 5), 128, 2, 131_584),
+    (H200, (128, 64, 8, 5), 64, 2, 66_048),
+    (H200, (128, 32, 8, 5), 256, 2, 164_096),
+    (H200, (64, 16, 8, 2), 128, 4, 53_504),
+]
+
+
+@pytest.mark.parametrize(("gpu", "tile", "width", "itemsize", "compiled"), PREFILL_COMPILED)
+def test_shared_memory_of_prefill_is_estimated_too(gpu, tile, width, itemsize, compiled):
+    names = ("tile_q", "tile_kv", "num_warps", "num_stages")
+    tiling = PrefillTiling(**dict(zip(names, tile, strict=True)))
+    estimated = prefill_shared_memory(tiling, width, itemsize, gpu)
+    assert compiled <= estimated <= 1.25 * compiled + 2048
+
+
+@pytest.mark.parametrize("gpu", [A100, H200, gpu_of("NVIDIA L4")], ids=lambda gpu: gpu.kind)
+def test_every_choice_of_prefill_fits_its_gpu(gpu):
+    types = ((2, 2), (2, 1), (4, 4), (4, 2), (4, 1))
+    for group, head_dim, itemsizes in itertools.product((1, 7, 16), (8, 80, 128, 192, 256), types):
+        sizes = dict(zip(("itemsize", "kv_itemsize"), itemsizes, strict=True))
+        tiling = prefill_tiling(head_dim=head_dim, group=group, gpu=gpu, **sizes)
+        width, itemsize = power_of_two(head_dim), sizes["itemsize"]
+        check_prefill(tiling, width=width, group=group, itemsize=itemsize, gpu=gpu)
 
 
 def test_large_groups_are_cut_into_what_registers_hold():
