@@ -7,8 +7,20 @@ from typing import Any
 from jpaged.errors import CheckpointError
 from jpaged.loading.gguf import open_gguf
 from jpaged.loading.load import find_checkpoint
+from jpaged.loading.safetensors import read_json
 
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+# By `model_type`, classes that `AutoTokenizer` takes when a folder names them.
+_GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_QWEN2, _GEMMA = ("Qwen2Tokenizer", "Qwen2TokenizerFast"), ("GemmaTokenizer", "GemmaTokenizerFast")
+_TAKEN = {
+    "llama": (*_GENERIC, "GPT2Tokenizer", "GPT2TokenizerFast"),
+    "qwen2": _QWEN2,
+    "qwen3": _QWEN2,
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
+}
 
 
 def load_tokenizer(path: str | Path) -> Any:
@@ -28,14 +40,31 @@ def load_tokenizer(path: str | Path) -> Any:
         raise CheckpointError(
             f"{checkpoint.path} has no tokenizer: looked for {', '.join(_FILES)}; fetch its files"
         )
-    from transformers import AutoTokenizer
+    import transformers
 
     try:
-        return AutoTokenizer.from_pretrained(str(checkpoint.path), local_files_only=True)
+        name = _class_name(checkpoint.path) or "AutoTokenizer"
+        chosen = getattr(transformers, name)
+        return chosen.from_pretrained(str(checkpoint.path), local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise CheckpointError(
             f"the tokenizer in {checkpoint.path} does not load: {error}"
         ) from error
+
+
+def _class_name(folder: Path) -> str | None:
+    """The class that `AutoTokenizer` chooses, where two files leave no doubt; None: ask it.
+
+    To ask it imports torch where that is installed, which takes seconds and 200 MiB.
+    """
+    files = [folder / name for name in ("tokenizer.json", "tokenizer_config.json", "config.json")]
+    if not all(file.is_file() for file in files):
+        return None
+    own, model = map(read_json, files[1:])
+    named = str(own.get("tokenizer_class"))
+    if "auto_map" in own or named not in _TAKEN.get(str(model.get("model_type")), ()):
+        return None
+    return _GENERIC[0] if named in _GENERIC else named.removesuffix("Fast")
 
 
 def _from_gguf(path: Path) -> Any:

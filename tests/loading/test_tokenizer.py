@@ -7,6 +7,7 @@ from typing import Any
 
 import gguf
 import pytest
+import transformers
 
 from jpaged.errors import CheckpointError, UnsupportedModelError
 from jpaged.loading import load_tokenizer
@@ -32,6 +33,33 @@ def test_ids_and_text_equal_the_recorded(tokenizer: Any, sample: dict[str, Any])
         tokenizer.decode(sample["ids"], skip_special_tokens=True) == sample["decoded_skip_special"]
     )
     assert tokenizer.convert_ids_to_tokens(plain) == sample["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "named"),
+    [
+        *(("llama", name) for name in ("PreTrainedTokenizerFast", "TokenizersBackend")),
+        *(("llama", name) for name in ("GPT2Tokenizer", "LlamaTokenizer", "LlamaTokenizerFast")),
+        *(("qwen2", name) for name in ("Qwen2Tokenizer", "PreTrainedTokenizerFast")),
+        ("qwen3", "Qwen2TokenizerFast"),
+        ("gemma2", "GemmaTokenizer"),
+        ("gemma3_text", "GemmaTokenizerFast"),
+        ("mistral", "PreTrainedTokenizerFast"),
+    ],
+)
+def test_the_class_is_that_of_auto_tokenizer(tmp_path: Path, model_type: str, named: str):
+    """It is asked itself only where the choice is in doubt."""
+    shutil.copytree(FIXTURES / "tokenizer", tmp_path, dirs_exist_ok=True)
+    shutil.copy(LLAMA / "model.safetensors.index.json", tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer_class": named}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    expected = transformers.AutoTokenizer.from_pretrained(str(tmp_path), local_files_only=True)
+    found = load_tokenizer(tmp_path)
+    assert type(found) is type(expected)
+    assert found.chat_template == expected.chat_template
+    assert found.special_tokens_map == expected.special_tokens_map
+    assert found.backend_tokenizer.to_str() == expected.backend_tokenizer.to_str()
 
 
 def test_chat_template(tokenizer: Any):
