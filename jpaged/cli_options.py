@@ -117,6 +117,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     _add(group, "--deterministic", None, "the same bits in any batch", action="store_true")
     _add(group, "--implementation", str, "auto, xla, native (a CPU) or pallas (a GPU)")
     _add(group, "--compilation-cache-dir", str, "for compiled programs; '' keeps none")
+    _add(group, "--warm-up", str, "compile programs ahead: off, before or background")
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:

@@ -17,6 +17,7 @@ __all__ = ["CacheConfig", "EngineConfig", "LayerConfig", "ModelConfig"]
 Implementation = Literal["auto", "xla", "native", "pallas"]
 Quantization = Literal["int8", "int4", "gguf"]
 LoadFormat = Literal["auto", "dummy"]
+WarmUp = Literal["off", "before", "background"]
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 
 # Rows and tokens of a step by default. A CPU is busy with 64 rows; a GPU is not.
@@ -97,6 +98,10 @@ class EngineConfig:
     max_stop_ids, max_logit_bias, max_bad_words, max_bad_word_len: most stop ids, biased ids, bad
         words (each spelling counts) and tokens of one, that a request may ask for.
     compilation_cache_dir: where compiled programs are kept between runs; "" keeps none.
+    warm_up: when the programs are compiled, or fetched from there, that requests need which ask
+        for nothing but tokens. off: each when it is first needed, and requests wait for it. before:
+        all of them before the first request. background: all of them, one by one in a thread, while
+        the first requests run. None: off, and background in an `AsyncEngine`.
     """
 
     dtype: str = "auto"
@@ -119,6 +124,7 @@ class EngineConfig:
     deterministic: bool = False
     implementation: Implementation = "auto"
     compilation_cache_dir: str | None = None
+    warm_up: WarmUp | None = None
     cache: CacheConfig = dataclasses.field(default_factory=CacheConfig)
 
     def __post_init__(self) -> None:
@@ -140,6 +146,8 @@ class EngineConfig:
         _check_choice("load_format", self.load_format, get_args(LoadFormat))
         if self.quantization is not None:
             _check_choice("quantization", self.quantization, get_args(Quantization))
+        if self.warm_up is not None:
+            _check_choice("warm_up", self.warm_up, get_args(WarmUp))
         object.__setattr__(self, "logits_processors", _processors(self.logits_processors))
         _check_range("seed", self.seed, -(2**63), 2**64 - 1)
         _check_choice("implementation", self.implementation, get_args(Implementation))

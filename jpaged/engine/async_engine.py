@@ -42,6 +42,8 @@ class AsyncEngine:
         if max_queued is not None and not (is_number and max_queued >= 1):
             raise ConfigError(f"max_queued must be a whole number from 1, got {max_queued!r}")
         self._llm, self._intake, self._reporter = llm, llm.intake, llm.reporter
+        if llm.engine.config.warm_up is None:
+            llm.engine.warm_up("background")
         self._ordinals = threading.Lock()
         self._judges = ThreadPoolExecutor(_NUM_JUDGES, thread_name_prefix="jpaged-intake")
         # The thread must not hold this object, or it could not be collected.

@@ -3,7 +3,7 @@
 Every call donates the state and keeps the one it returns. Nothing is read back here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,13 +20,13 @@ from jpaged.core.step import StepOutput
 from jpaged.core.usage import Usage
 from jpaged.engine import compiled
 from jpaged.engine.beam_group import BeamGroup, pack_beams, pack_spread
+from jpaged.engine.calls import Calls, NamedCall, shapes_of
 from jpaged.engine.dispatch import (
     NUM_ADMISSIONS,
     Buckets,
     PrefillRow,
     SamplerChoice,
     fit,
-    pack_admissions,
     pack_masks,
     pack_rules,
     pack_step,
@@ -51,7 +51,7 @@ class Device:
         vocab_size: int,
     ) -> None:
         self.params = params
-        self._forward, self._config, self._make_state = forward, config, make_state
+        self._config, self._make_state = config, make_state
         self._weights_version = 0
         self._is_closed = False
         self._state: EngineState | None = None  # to be made when next needed
@@ -62,6 +62,7 @@ class Device:
         self._buckets = Buckets.of(
             config.max_num_seqs, config.max_num_batched_tokens, self.state.rows.token_ids.shape[1]
         )
+        self._calls = Calls(forward, config, self._buckets)
 
     @property
     def is_closed(self) -> bool:
@@ -106,23 +107,27 @@ class Device:
         """Frees state and weights."""
         self._state, self.params, self._is_closed = None, {}, True
 
+    def calls_ahead(self) -> Iterator[NamedCall]:
+        """The calls that plain requests lead to, by name, of abstract arrays: another thread may
+        compile them while this one replaces the state."""
+        params, state = shapes_of((self.params, self.state))
+        return self._calls.of_plain_requests(params, state, self.choice)
+
     # --- compiled calls ---
 
     def match(self, samples: Sequence[Sample]) -> tuple[Array, Array]:
         """What the prefix cache has for at most NUM_ADMISSIONS samples, see `match_admissions`."""
         # Any row but the null row will do: nothing is seated.
         asked = self._pack(samples, [1] * len(samples))
-        return compiled.match_admissions(self.state, asked, window=self._forward.window)
+        return self._calls.match(self.state, asked)()
 
     def admit(self, samples: Sequence[Sample]) -> Array:
         """Seats samples, one or more, in the rows they were given. Returns the free blocks."""
-        num_free = jnp.int32(0)
+        num_free: Any = None
         for start in range(0, len(samples), NUM_ADMISSIONS):
             group = samples[start : start + NUM_ADMISSIONS]
             admissions = self._pack(group, [sample.row_id for sample in group])
-            self._state, num_free = compiled.admit(
-                self.state, admissions, window=self._forward.window
-            )
+            self._state, num_free = self._calls.admit(self.state, admissions)()
             if ruled := [sample for sample in group if sample.request.rules is not None]:
                 self._set_rules(compiled.set_rules, *pack_rules(ruled, [s.row_id for s in ruled]))
         return num_free
@@ -140,13 +145,8 @@ class Device:
         self._state = replace(state, sampling=replace(sampling, rules=rules))
 
     def _pack(self, samples: Sequence[Sample], row_ids: Sequence[int]):
-        return pack_admissions(
-            samples,
-            row_ids,
-            prompt_lens=self._buckets.prompt_lens,
-            num_stop_ids=self._config.max_stop_ids,
-            has_cache=self._config.cache.enable_prefix_caching,
-        )
+        width = fit(max(len(sample.token_ids) for sample in samples), self._buckets.prompt_lens)
+        return self._calls.pack(samples, row_ids, width)
 
     def spread(self, group: BeamGroup) -> None:
         """Forks a beam group's leader into rows for all its live beams."""
@@ -158,30 +158,27 @@ class Device:
         inputs = pack_step(rows, fit(len(rows), self._buckets.prefill_rows))
         num_tokens = fit(sum(row.num_new for row in rows), self._buckets.tokens)
         samples = [row.sample for row in rows]
-        self._state, output = compiled.run_step(
+        self._state, output = self._calls.step(
             self.params,
             self.state,
             inputs,
-            forward=self._forward,
             num_tokens=num_tokens,
-            num_decode_rows=0,
             sampler=self.choice.sampler(samples),
             num_prompt_top=self.choice.num_prompt_top(samples),
-        )
+        )()
         return output
 
     def window(self, samples: Sequence[Sample], num_steps: int) -> StepOutput:
         """A window of decoding."""
         row_ids = [sample.row_id for sample in samples]
         size = fit(len(samples), self._buckets.decode_rows)
-        self._state, output = compiled.run_window(
+        self._state, output = self._calls.window(
             self.params,
             self.state,
             pad_rows(row_ids, size),
-            forward=self._forward,
             num_steps=num_steps,
             sampler=self.choice.sampler(samples),
-        )
+        )()
         return output
 
     def beam_window(self, groups: Sequence[BeamGroup], num_steps: int) -> tuple[Beams, BeamOutput]:
@@ -197,7 +194,7 @@ class Device:
             self.params,
             self.state,
             beams,
-            forward=self._forward,
+            forward=self._calls.forward,
             num_steps=num_steps,
             num_candidates=(1 + max(num_eos_ids, 1)) * width,
         )
@@ -205,7 +202,7 @@ class Device:
 
     def release(self, row_ids: Sequence[int]) -> Array:
         """Empties at most NUM_ADMISSIONS rows. Returns the number of free blocks."""
-        self._state, num_free = compiled.release(self.state, pad_rows(row_ids, NUM_ADMISSIONS))
+        self._state, num_free = self._calls.release(self.state, row_ids)()
         return num_free
 
     def usage(self) -> Usage:

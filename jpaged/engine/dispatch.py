@@ -64,9 +64,13 @@ def pad_rows(row_ids: Sequence[int], size: int) -> Any:
     return _padded(row_ids, np.int32, size)
 
 
-def _padded(values: Sequence[Any], dtype: Any, size: int = NUM_ADMISSIONS) -> Any:
-    padded = np.zeros((size, *np.shape(values)[1:]), dtype)
-    padded[: len(values)] = values
+def _padded(
+    values: Sequence[Any], dtype: Any, size: int = NUM_ADMISSIONS, shape: tuple[int, ...] = ()
+) -> Any:
+    """Values of that shape, which none at all do not tell, behind each other."""
+    padded = np.zeros((size, *shape), dtype)
+    if values:
+        padded[: len(values)] = values
     return padded
 
 
@@ -74,14 +78,14 @@ def pack_admissions(
     samples: Sequence[Sample],
     row_ids: Sequence[int],
     *,
-    prompt_lens: tuple[int, ...],
+    width: int,
     num_stop_ids: int,
     has_cache: bool,
 ) -> Admissions:
-    """At most A samples, to sit in the given rows with all tokens they have so far."""
+    """At most A samples, to sit in the given rows with all tokens they have so far: at most
+    `width`, which is one of the buckets."""
     A = NUM_ADMISSIONS
     token_lists = [sample.token_ids for sample in samples]
-    width = fit(max(len(tokens) for tokens in token_lists), prompt_lens)
     token_ids: Any = np.zeros((A, width), np.int32)
     for place, tokens in enumerate(token_lists):
         token_ids[place, : len(tokens)] = tokens
@@ -91,7 +95,7 @@ def pack_admissions(
         token_ids=token_ids,
         num_tokens=_padded([len(tokens) for tokens in token_lists], np.int32),
         prompt_len=_padded([len(r.prompt_token_ids) for r in requests], np.int32),
-        request_root=_padded([request.root for request in requests], np.uint32),
+        request_root=_padded([request.root for request in requests], np.uint32, shape=(4,)),
         sample_index=_padded([sample.index for sample in samples], np.int32),
         adapter_id=_padded([0], np.int32),
         most_cached=_padded([has_cache * sample.most_cached for sample in samples], np.int32),
@@ -106,7 +110,7 @@ def _pack_sampling(samples: Sequence[Sample], num_stop_ids: int) -> SamplingStat
     for place, request in enumerate(requests):
         stop_ids[place, : len(request.stop_ids)] = request.stop_ids
     return SamplingState(
-        key=_padded([seed_key(request.seed) for request in requests], np.uint32),
+        key=_padded([seed_key(request.seed) for request in requests], np.uint32, shape=(2,)),
         temperature=_padded([p.temperature for p in params], np.float32),
         top_p=_padded([p.top_p for p in params], np.float32),
         top_k=_padded([p.top_k for p in params], np.int32),
@@ -153,9 +157,12 @@ def pack_rules(samples: Sequence[Sample], row_ids: Sequence[int]) -> tuple[Any, 
 
 
 def pack_masks(samples: Sequence[Sample]) -> tuple[Any, Any]:
-    """At most A row ids, and the ids that the samples in them may draw next."""
+    """At most A row ids, one or more, and the ids that the samples in them may draw next."""
     masks = [next_mask(sample) for sample in samples]
-    return pad_rows([s.row_id for s in samples], NUM_ADMISSIONS), _padded(masks, np.uint32)
+    shape = np.shape(masks[0])
+    return pad_rows([s.row_id for s in samples], NUM_ADMISSIONS), _padded(
+        masks, np.uint32, shape=shape
+    )
 
 
 def next_mask(sample: Sample) -> Any:

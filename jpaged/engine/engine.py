@@ -7,8 +7,9 @@ anew from the host's records: tokens are never lost, only their KV is computed a
 
 import dataclasses
 import logging
+import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -29,6 +30,7 @@ from jpaged.engine.scheduler import Limits, Plan, Prefill, View, plan
 from jpaged.engine.stats import EngineStats
 from jpaged.engine.usage import CacheUsage, Snapshot, UsageMeter
 from jpaged.engine.views import ViewMaker
+from jpaged.engine.warm_up import WarmUp
 from jpaged.models.prepare import param_bytes
 from jpaged.typing import Params
 
@@ -72,6 +74,7 @@ class Engine:
         self.meter: UsageMeter | None = None  # set one to have each forward pass weighed
         self.num_blocks = self._device.num_blocks
         self._num_free: int | jax.Array = self.num_blocks - 1
+        self._warm_up: WarmUp | None = None
 
     # --- what callers use ---
 
@@ -79,6 +82,18 @@ class Engine:
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs."""
         return bool(self.roster.waiting or self.roster.running)
+
+    def warm_up(self, when: Literal["before", "background"]) -> None:
+        """Compiles ahead what plain requests need: all of it now, or beside the first requests, in
+        a thread that ends with the engine. What goes wrong is logged. Again does nothing."""
+        if self._warm_up is not None or self._device.is_closed:
+            return
+        self._warm_up = WarmUp(self._device.calls_ahead())
+        if when == "before":
+            self._warm_up.run()
+            return
+        self._warm_up.start()
+        weakref.finalize(self, self._warm_up.stop).atexit = False
 
     def add(self, request: Request) -> None:
         """Queues a request. It has been judged: its longest sample fits the pool."""
@@ -151,9 +166,13 @@ class Engine:
 
     def close(self) -> None:
         """Frees the device memory: state and weights. Further use raises EngineClosedError."""
+        if self._warm_up is not None:
+            self._warm_up.stop()
         self._device.close()
         self._num_free = 0
         self.roster = Roster(0)
+        if self._warm_up is not None:
+            self._warm_up.join()
 
     @property
     def num_free_blocks(self) -> int:

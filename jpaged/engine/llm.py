@@ -88,6 +88,8 @@ class LLM:
             self._tokenizer,
             defaults,
         )
+        if config.warm_up in ("before", "background"):
+            self._engine.warm_up(config.warm_up)
 
     # --- generation ---
 

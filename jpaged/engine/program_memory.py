@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import jax
-
 from jpaged.config import EngineConfig
 from jpaged.core.batch import Forward
 from jpaged.core.state import EngineState
 from jpaged.engine import compiled
+from jpaged.engine.calls import shapes_of
 from jpaged.engine.dispatch import Buckets, pack_step, pad_rows
 from jpaged.typing import Params
 
@@ -36,7 +35,7 @@ def lower_largest(
     buckets = Buckets.of(
         config.max_num_seqs, config.max_num_batched_tokens, state.rows.token_ids.shape[1]
     )
-    params, state = jax.tree.map(_shape_of, (params, state))
+    params, state = shapes_of((params, state))
     step = compiled.run_step.lower(
         params,
         state,
@@ -53,10 +52,6 @@ def lower_largest(
         num_steps=config.num_decode_steps,
     )
     return step, window
-
-
-def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def _own_bytes(program: Any) -> int | None:

@@ -49,7 +49,7 @@ def make_counting_engine(
 ) -> tuple[Engine, Intake]:
     """Engine and intake with block size 4, 6 rows and 64 tokens a request unless told otherwise."""
     model = dataclasses.replace(MODEL, max_position=max_position)
-    defaults = {"block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 16}
+    defaults = {"block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 16, "warm_up": "off"}
     config = EngineConfig.from_options(**(defaults | options)).resolved(model, "cpu")
 
     def make_state():
