@@ -20,13 +20,12 @@
 #include "numbers.h"
 #include "share_out.h"
 #include "softmax.h"
+#include "work_list.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jpaged {
 
-constexpr int GROUP_ROWS = 96;   // rows (queries times heads) that a prefill item aims at
-constexpr int MAX_RUN = 8;       // items that a thread does one after the other
-constexpr int MIN_SHARED = 256;  // tiles of rows, below which one thread does it all
+constexpr int MAX_RUN = 8;  // items that a thread does one after the other
 
 // Divides by the sum of weights, the sink's included; no weight at all gives zeros.
 template <class Q>
@@ -60,6 +59,14 @@ template <class Q, class F>
 void attend_segments(const Call& call, const Item& item, F attend) {
   thread_local std::vector<float> merged_room, segment_room;
   const int64_t padded = call.padded(), num = call.num_rows(item), size = num * Row::size(padded);
+  if (item.targets != nullptr) {
+    const int64_t by_target = call.group() * Row::size(padded);
+    float* segment = room(segment_room, size);
+    attend(item.begin, segment);
+    for (int64_t i = 0; i < item.num; ++i)
+      std::copy_n(segment + i * by_target, by_target, item.targets[i]);
+    return;
+  }
   if (item.partials != nullptr) {
     for (int64_t s = item.begin; s < item.end; ++s)
       attend(s, item.partials + (s - item.begin) * size);
@@ -106,95 +113,20 @@ void merge_segments(const Call& call, const Item& item) {
   finish_all<Q>(call, item, item.partials);
 }
 
-// --- the work list ---
-
-// As many as GROUP_ROWS allow, preferably in whole tiles of 16 rows.
-int64_t queries_per_item(int64_t group) {
-  const int64_t most = std::max<int64_t>(1, GROUP_ROWS / group);
-  for (int64_t num = most; 2 * num > most; --num)
-    if (num * group % 16 == 0) return num;
-  return most;
-}
-
-// Every query that sees anything, in items of neighbours that share their tiles of keys.
-std::vector<Item> make_items(const Call& call) {
-  std::vector<Item> items;
-  const int64_t per_item = queries_per_item(call.group());
-  for (int64_t b = 0; b < call.B; ++b) {
-    const bool decodes = b < call.num_decode_rows;
-    const int64_t first = decodes ? b : call.query_start_loc[b];
-    const int64_t num = decodes ? 1 : call.query_start_loc[b + 1] - first;
-    if (call.context_lens[b] < num) continue;  // a row that sees nothing
-    for (int64_t at = 0; at < num; at += per_item) {
-      const int64_t size = std::min(per_item, num - at);
-      const int64_t position = call.context_lens[b] - num + at;
-      const int64_t begin = call.first_visible(position) / SEGMENT;
-      const int64_t end = (position + size + SEGMENT - 1) / SEGMENT;
-      const int64_t num_heads = size == 1 ? call.K : 1;
-      for (int64_t head = 0; head < call.K; head += num_heads)
-        items.push_back({b, first + at, position, size, head, num_heads, begin, end, nullptr, nullptr});
-    }
-  }
-  return items;
-}
-
-// Cuts what is longer than a fair share for a thread into pieces of segments. Takes the cut items
-// out of `items` and gives them back with room in `partials`, to be merged once their pieces are
-// done.
-std::vector<Item> cut_long_items(const Call& call, int64_t num_threads, std::vector<Item>& items,
-                                 std::vector<float>& partials) {
-  int64_t num_segments = 0, room = 0;
-  for (const Item& item : items) num_segments += item.end - item.begin;
-  const int64_t fair = std::max<int64_t>(1, num_segments / (4 * num_threads));
-  const auto is_long = [&](const Item& item) {
-    return num_threads > 1 && item.num == 1 && item.end - item.begin > fair;
-  };
-  const int64_t row_size = Row::size(call.padded());
-  for (const Item& item : items)
-    room += is_long(item) ? (item.end - item.begin) * call.num_rows(item) * row_size : 0;
-  partials.resize(room);
-  std::vector<Item> pieces, cut;
-  float* free = partials.data();
-  for (Item item : items) {
-    if (!is_long(item)) {
-      pieces.push_back(item);
-      continue;
-    }
-    item.partials = free;
-    cut.push_back(item);
-    const int64_t size = call.num_rows(item) * row_size;
-    for (const int64_t end = item.end; item.begin < end; item.begin = item.end) {
-      item.end = std::min(item.begin + fair, end);
-      item.partials = free;
-      pieces.push_back(item);
-      free += (item.end - item.begin) * size;
-    }
-  }
-  items = std::move(pieces);
-  return cut;
-}
-
 template <class Q, class KV>
 void run_typed(const Call& call, int64_t num_threads, const Schedule& schedule) {
   std::fill_n(static_cast<Q*>(call.out), call.T * call.H * call.C, Q{});
-  std::vector<Item> items = make_items(call);
-  int64_t num_tiles = 0;  // of keys, as often as a row meets them
-  for (const Item& item : items)
-    num_tiles += call.num_rows(item) * (item.end - item.begin) * (SEGMENT / TILE);
-  if (num_tiles < MIN_SHARED) num_threads = 1;
-  std::vector<float> partials;
-  const std::vector<Item> cut = cut_long_items(call, num_threads, items, partials);
-  // A prompt's last queries see most: they come first.
-  std::reverse(items.begin(), items.end());
-  const auto num = static_cast<int64_t>(items.size());
+  WorkList list = make_work_list(call, num_threads);
+  const auto num = static_cast<int64_t>(list.items.size());
   const int64_t run = std::clamp<int64_t>(num / (8 * num_threads), 1, MAX_RUN);
   for (int64_t i = 0; i + 1 < num; ++i)
-    if ((i + 1) % run != 0) items[i].next = &items[i + 1];
+    if ((i + 1) % run != 0) list.items[i].next = &list.items[i + 1];
   share_out((num + run - 1) / run, num_threads, schedule, [&](int64_t i) {
-    for (int64_t j = i * run; j < std::min(num, (i + 1) * run); ++j) attend<Q, KV>(call, items[j]);
+    for (int64_t j = i * run; j < std::min(num, (i + 1) * run); ++j)
+      attend<Q, KV>(call, list.items[j]);
   });
-  share_out(static_cast<int64_t>(cut.size()), num_threads, schedule,
-            [&](int64_t i) { merge_segments<Q>(call, cut[i]); });
+  share_out(static_cast<int64_t>(list.cut.size()), num_threads, schedule,
+            [&](int64_t i) { merge_segments<Q>(call, list.cut[i]); });
 }
 
 void run(const Call& call, int64_t num_threads, const Schedule& schedule) {

@@ -9,12 +9,14 @@ namespace jpaged {
 
 constexpr int SEGMENT = 256;  // keys; a multiple of TILE
 
-// Neighbouring queries of one row, for some KV heads, and the segments they are to see.
+// Neighbouring queries of one row, for some KV heads, and the segments they are to see; or queries of
+// neighbouring rows that share a segment.
 struct Item {
   int64_t row, query, position, num;  // the first query's index and position; how many
   int64_t head, num_heads;            // the first KV head; how many
   int64_t begin, end;                 // segments
   float* partials;                    // where the segments' results go; null: they are finished
+  float* const* targets;              // of shared segments: where each query's result goes; or null
   const Item* next;                   // whose keys the thread reads after these; or null
 };
 

@@ -1,4 +1,4 @@
-"""The kernel under sanitizers: no read out of range, no race, the same bits on any threads."""
+"""The kernels under sanitizers: no read out of range, no race, the same bits on any threads."""
 
 import os
 import subprocess
@@ -36,9 +36,12 @@ def run_harness(made: Path, num_calls: int, seed: int) -> subprocess.CompletedPr
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("form", ["as the processor can", "vectors"])
+@pytest.mark.parametrize("kernel", ["attention", "matmul"])
 @pytest.mark.parametrize("kind", SANITIZERS)
-def test_random_calls(kind: str, tmp_path: Path):
-    compile_harness(HERE / "fuzz.cpp", tmp_path / "fuzz", SANITIZERS[kind])
+def test_random_calls(kind: str, kernel: str, form: str, tmp_path: Path):
+    flags = [*SANITIZERS[kind], *(["-DJPAGED_NO_TILES"] if form == "vectors" else [])]
+    compile_harness(HERE / f"fuzz_{kernel}.cpp", tmp_path / "fuzz", flags)
     for seed in range(3):
         done = run_harness(tmp_path / "fuzz", 40, seed)
         assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr[-3000:]
@@ -46,19 +49,29 @@ def test_random_calls(kind: str, tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("was", "becomes"),
+    ("kernel", "was", "becomes"),
     [
         # One position too many: a table entry that nobody may follow.
-        ("std::min(start + TILE, hi)", "std::min(start + TILE, hi + 1)"),
+        ("attention", "end = std::min(start + TILE, hi)", "end = std::min(start + TILE, hi + 1)"),
         # A row read in whole vectors, past its end and at last past the pool's.
-        ("c < C ? widen(from[c]) : 0.0f", "widen(from[c])"),
+        ("attention", "c < C ? widen(from[c]) : 0.0f", "widen(from[c])"),
+        # A row of x read in whole vectors.
+        ("matmul", "if (num >= LANES) return read(from);", "return read(from);"),
+        # A panel's row written as a whole, past the last row's end.
+        ("matmul", "if (width < PANEL)", "if (width < 0)"),
     ],
 )
-def test_the_harness_sees_wrong_reads(was: str, becomes: str, tmp_path: Path):
-    """The control: the same calls with a bug in the kernel."""
-    kernel = (FOLDER / "attention.cpp").read_text()
-    assert kernel.count(was) == 1
-    (tmp_path / "attention.cpp").write_text(kernel.replace(was, becomes))
-    (tmp_path / "fuzz.cpp").write_text((HERE / "fuzz.cpp").read_text())
-    compile_harness(tmp_path / "fuzz.cpp", tmp_path / "fuzz", SANITIZERS["memory"])
+def test_the_harness_sees_what_is_wrong(kernel: str, was: str, becomes: str, tmp_path: Path):
+    """The control: the same calls with a bug in the kernel, in the form without tiles, which tile
+    registers would hide from the sanitizer."""
+    num_found = 0
+    for source in (*FOLDER.glob("*.h"), *FOLDER.glob("*.cpp")):
+        text = source.read_text()
+        num_found += text.count(was)
+        (tmp_path / source.name).write_text(text.replace(was, becomes))
+    assert num_found == 1
+    for name in ("fuzz.h", f"fuzz_{kernel}.cpp"):
+        (tmp_path / name).write_text((HERE / name).read_text())
+    flags = [*SANITIZERS["memory"], "-DJPAGED_NO_TILES"]
+    compile_harness(tmp_path / f"fuzz_{kernel}.cpp", tmp_path / "fuzz", flags)
     assert run_harness(tmp_path / "fuzz", 40, 0).returncode != 0

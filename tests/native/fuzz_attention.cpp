@@ -2,44 +2,23 @@
 // tables, lengths, types. The unused slots hold NaN, and table entries that nobody may follow point
 // far outside. Each call runs on one thread and on several: the bits must be the same.
 
-#include <cstdio>
-#include <cstdlib>
-#include <random>
-#include <thread>
+#include <algorithm>
 
 #include "attention.cpp"
+#include "fuzz.h"
 
 using jpaged::Call;
 using jpaged::DType;
-
-static std::mt19937 rng;
-
-static int64_t draw(int64_t low, int64_t high) {
-  return std::uniform_int_distribution<int64_t>(low, high)(rng);
-}
-
-template <class T>
-static T pick(std::initializer_list<T> of) {
-  return of.begin()[draw(0, static_cast<int64_t>(of.size()) - 1)];
-}
-
-struct Threads {
-  std::vector<std::thread> all;
-  void run(std::function<void()> task) { all.emplace_back(std::move(task)); }
-  ~Threads() {
-    for (auto& thread : all) thread.join();
-  }
-};
 
 template <class Q, class KV>
 static void fuzz_call(DType q_dtype, DType kv_dtype) {
   Call call{};
   call.q_dtype = q_dtype, call.kv_dtype = kv_dtype;
   call.K = draw(1, 3), call.H = call.K * draw(1, 9), call.C = pick<int64_t>({1, 7, 16, 24, 64, 80});
-  call.S = pick<int64_t>({1, 3, 16, 24, 128}), call.B = draw(0, 5);
+  call.S = pick<int64_t>({1, 3, 16, 24, 128}), call.B = draw(0, 8);
   call.num_decode_rows = draw(0, call.B);
-  call.window = pick<int64_t>({0, 0, 1, 50, 300}), call.soft_cap = pick<float>({0.0f, 5.0f});
-  call.scale = 0.3f;
+  call.window = pick<int64_t>({0, 0, 1, 50, 300});
+  call.rule = {0.3f, pick<float>({0.0f, 5.0f})};
   const int64_t longest = pick<int64_t>({1, 40, 300, 900});
   call.M = (longest + call.S - 1) / call.S;
 
@@ -60,6 +39,10 @@ static void fuzz_call(DType q_dtype, DType kv_dtype) {
   std::vector<int32_t> blocks(N);
   for (int64_t i = 0; i < N; ++i) blocks[i] = static_cast<int32_t>(i);
   std::shuffle(blocks.begin(), blocks.end(), rng);
+  // Some begin with the first row's blocks.
+  const int64_t num_common = draw(0, 1) ? draw(0, call.M) : 0;
+  for (int64_t b = 1; b < call.B; ++b)
+    std::copy_n(blocks.begin(), num_common, blocks.begin() + b * call.M);
   for (int64_t b = 0; b < call.B; ++b)
     for (int64_t p = 0; p < context_lens[b]; ++p) {
       const int64_t entry = b * call.M + p / call.S;
@@ -78,16 +61,10 @@ static void fuzz_call(DType q_dtype, DType kv_dtype) {
   call.block_table = table.data(), call.context_lens = context_lens.data();
   call.query_start_loc = starts.data(), call.sinks = draw(0, 1) ? sinks.data() : nullptr;
   call.out = out.data();
-  jpaged::run(call, 1, [](std::function<void()>) { std::abort(); });
+  run_alone(call);
   call.out = shared.data();
-  {
-    Threads threads;
-    jpaged::run(call, draw(2, 4), [&](std::function<void()> task) { threads.run(task); });
-  }
-  if (!out.empty() && std::memcmp(out.data(), shared.data(), out.size() * sizeof(Q)) != 0) {
-    std::puts("threads change bits");
-    std::exit(1);
-  }
+  run_on_threads(call);
+  check_same(out, shared);
   for (const Q& x : out)
     if (!(std::abs(jpaged::widen(x)) < 100)) {
       std::puts("a slot that nobody sees was used");
@@ -96,13 +73,10 @@ static void fuzz_call(DType q_dtype, DType kv_dtype) {
 }
 
 int main(int argc, char** argv) {
-  const int num_calls = argc > 1 ? std::atoi(argv[1]) : 100;
-  rng.seed(argc > 2 ? std::atoi(argv[2]) : 0);
-  for (int i = 0; i < num_calls; ++i) {
+  return fuzz(argc, argv, [] {
     fuzz_call<float, float>(DType::f32, DType::f32);
     fuzz_call<jpaged::BFloat16, jpaged::BFloat16>(DType::bf16, DType::bf16);
     fuzz_call<_Float16, _Float16>(DType::f16, DType::f16);
     fuzz_call<float, jpaged::BFloat16>(DType::f32, DType::bf16);
-  }
-  std::puts("ok");
+  });
 }
