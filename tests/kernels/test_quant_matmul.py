@@ -66,7 +66,8 @@ def draw(case, rng):
     """A weight, and [D F] of the oracle."""
     F, D = case.F, case.D
     groups = -(-D // case.inputs_per_scale)
-    offsets, zeros_of_kind = {}, None
+    offsets: dict[str, Any] = {}
+    zeros_of_kind = None
     if case.kind == "int4":
         numbers = rng.integers(0, 16, (F, D)).astype(np.uint8)
         stored, values = pack_int4(jnp.asarray(numbers)), numbers
@@ -96,7 +97,7 @@ def draw(case, rng):
         numbers=stored, scales=scales, kind=case.kind, num_inputs=D, **spans, **offsets
     )
     weight = jax.tree.map(jnp.asarray, weight)
-    oracle = ({} if zeros_of_kind is None else {"zeros": zeros_of_kind}) | offsets
+    oracle: dict[str, Any] = offsets if zeros_of_kind is None else {"zeros": zeros_of_kind}
     return weight, quantized.dequantize(values, scales, **spans, **oracle)
 
 
