@@ -118,10 +118,10 @@ class Calls(NamedTuple):
         yield from self._windows(params, state, sampler, J)
         for width in longer:
             yield from self._seatings(state, width)
-        for num_rows in more_rows:
-            yield from self._prefills(params, state, sampler, num_rows)
         if J > 1:
             yield from self._windows(params, state, sampler, 1)
+        for num_rows in more_rows:
+            yield from self._prefills(params, state, sampler, num_rows)
 
     def _seatings(self, state: EngineState, width: int) -> Iterator[NamedCall]:
         nobody = self.pack((), (), width)

@@ -9,11 +9,14 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable
+from pathlib import Path
 
 from jpaged.engine.calls import NamedCall, compile_ahead
 
 logger = logging.getLogger(__name__)
 
+_MOST_MAPS = 0.75  # share of the system's limit that programs compiled ahead may bring about
+_TOO_MANY = "this process has mapped nearly as many pieces of memory as vm.max_map_count allows"
 _EXIT_PATIENCE = 60.0  # seconds that an interpreter's exit waits for the program being compiled
 
 _warm_ups: weakref.WeakSet["WarmUp"] = weakref.WeakSet()
@@ -44,6 +47,9 @@ class WarmUp:
             for name, call in self._calls:
                 if self._must_stop.is_set():
                     return
+                if not _may_map_more():
+                    logger.info("%s and those behind it wait for a request: %s", name, _TOO_MANY)
+                    return
                 current = name
                 compile_ahead(call)
                 self.num_compiled += 1
@@ -66,6 +72,16 @@ class WarmUp:
         """Waits for the end of what was started."""
         if self._thread.ident is not None:
             self._thread.join(timeout)
+
+
+def _may_map_more() -> bool:
+    """Whether the limit on a process's memory maps is far: at the limit it would crash, and each of
+    XLA's programs for a CPU takes some forty maps a layer."""
+    limit, maps = Path("/proc/sys/vm/max_map_count"), Path("/proc/self/maps")
+    if not (limit.exists() and maps.exists()):
+        return True
+    with maps.open("rb") as file:
+        return sum(1 for _ in file) < _MOST_MAPS * int(limit.read_text())
 
 
 @atexit.register

@@ -176,6 +176,16 @@ def test_it_stops_after_the_program_being_compiled():
     assert programs.compiled == [0, 1]
 
 
+def test_it_stops_before_the_process_has_too_many_maps(monkeypatch, caplog):
+    caplog.set_level("INFO", logger="jpaged")
+    assert warm_up._may_map_more()
+    monkeypatch.setattr(warm_up, "_MOST_MAPS", 0.0)
+    programs = Programs()
+    WarmUp(programs.calls).run()
+    assert programs.compiled == []
+    assert "0 and those behind it wait for a request" in caplog.text
+
+
 def test_closing_an_engine_ends_its_warm_up(monkeypatch):
     engine, _ = make_counting_engine()
     programs = Programs()
