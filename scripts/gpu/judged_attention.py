@@ -127,7 +127,8 @@ def judge_shared(case: shared.Case, interpret: bool) -> tuple[Any, Any, Any]:
     assert interpret == (jax.default_backend() == "cpu")
     inputs = shared.draw(case)
     got = shared.run(case.program, inputs, implementation="pallas", is_careful=True)
-    wanted, tolerance = shared.expected(case.program, inputs), case.program.tolerance
+    wanted = shared.expected(case.program, inputs)
+    tolerance = case.program.tolerance("pallas")
     return got, wanted, tolerance["atol"] + tolerance["rtol"] * np.abs(wanted)
 
 
