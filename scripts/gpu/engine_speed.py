@@ -35,7 +35,7 @@ _BATCHES = (("Llama-3.2-1B", 32, 512, 128), ("Llama-3.1-8B", 32, 512, 128))
 def step(device: Device, effort: Effort, budget: Budget) -> Iterator[dict[str, Any]]:
     """A decode step of the engine: windows as it runs them, from the host's plan to its reading."""
     cases = (("tiny", 2, 16),) if effort.is_smoke else _STEPS
-    implementations = ("xla",) if effort.is_smoke else ("auto", "xla")
+    implementations = ("pallas",) if effort.is_smoke else ("auto", "xla")
     for name, num_rows, context in cases:
         told = {"case": f"{name}, {num_rows} x {context:,}"}
         for implementation in implementations:
@@ -69,7 +69,7 @@ def generate(device: Device, effort: Effort, budget: Budget) -> Iterator[dict[st
     """A batch of equal prompts, all at once; transformers first, while the memory is free."""
     del device
     cases = (("tiny", 2, 16, 32),) if effort.is_smoke else _BATCHES
-    implementation = "xla" if effort.is_smoke else "auto"
+    implementation = "pallas" if effort.is_smoke else "auto"
     theirs = {case: _transformers(case, budget) for case in cases if budget.left > 0}
     for case, told in theirs.items():
         name, num_rows, prompt_len, num_new = case

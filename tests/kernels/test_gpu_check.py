@@ -90,7 +90,7 @@ def test_products_are_raced(gpu_check: ModuleType, results):
 @SLOW
 def test_the_engine_is_measured(gpu_check: ModuleType, results):
     (row,) = rows_of(gpu_check, results, "step")
-    assert row["implementation"] == "xla"
+    assert row["implementation"] == "pallas"
     assert row["tokens_per_s"] == pytest.approx(2e6 / row["us"], rel=1e-2)
 
 
