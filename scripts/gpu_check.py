@@ -2,7 +2,7 @@
 
     python scripts/gpu_check.py                        # all parts, within 9 minutes
     python scripts/gpu_check.py --only decode prefill  # these, once more
-    JAX_PLATFORMS=cpu python scripts/gpu_check.py --smoke --out /tmp/smoke.json
+    JAX_PLATFORMS=cpu python scripts/gpu_check.py --smoke --out smoke.json
 
 Parts, in their order:
 

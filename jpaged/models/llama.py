@@ -6,8 +6,6 @@ trees of weights: the canonical one (Hugging Face's matrices, `[out, in]`) and, 
 the serving one that `prepare` makes (qkv and gate-up fused, `[in, out]`, an LM head of its own).
 """
 
-import functools as ft
-
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
@@ -40,12 +38,12 @@ class Linear(nnx.Module):
     ) -> Float[Array, "T F"]:
         """The product, in the rows' dtype or the one asked for, added to `residual`."""
         weight = self.weight.get_value() if self.fused else self.weight[...].T
-        multiply = ft.partial(
-            add_linear, weight, rows, dtype or rows.dtype, row_invariant=self.row_invariant
-        )
+        # A bias comes before the residual.
+        to_add = residual if self.bias is None else None
+        dtype = dtype or rows.dtype
+        y = add_linear(weight, rows, dtype, to_add, row_invariant=self.row_invariant)
         if self.bias is None:
-            return multiply(residual)
-        y = multiply()
+            return y
         y = y + jnp.broadcast_to(self.bias[...], y.shape)
         return y if residual is None else residual + y
 
