@@ -1,9 +1,11 @@
 """From C++ source to a shared library in the user's cache, with the compiler the machine has.
 
-A library is named by all it depends on: source, flags, compiler, jaxlib and processor. Whatever is
+A library is named by all it depends on (source, flags, compiler, jaxlib and processor) and by its
+own bytes: one that was damaged since is made again, for loading it may end the process. Whatever is
 missing raises NativeUnavailableError with the reason; who calls then does without.
 """
 
+import functools as ft
 import hashlib
 import platform
 import shutil
@@ -38,23 +40,32 @@ def build_all(
     NativeUnavailableError: no compiler, it fails, or the folder can not be written.
     """
     compiler = find_compiler(compilers)
-    with ThreadPoolExecutor(len(sources)) as pool:
-        return list(pool.map(lambda source: _build(source, folder, compiler), sources))
+    build = ft.partial(_build, folder=folder, compiler=compiler)
+    try:
+        with ThreadPoolExecutor(len(sources)) as pool:
+            return list(pool.map(build, sources))
+    except RuntimeError:  # none takes work once the main thread has ended
+        return list(map(build, sources))
 
 
 def _build(source: Path, folder: Path, compiler: str) -> Path:
-    library = folder / f"{source.stem}-{library_key(source, compiler)}.so"
-    if library.is_file():
-        return library
+    stem = f"{source.stem}-{library_key(source, compiler)}"
     try:
+        for library in sorted(folder.glob(f"{stem}-*.so")):
+            if library.name == _name(stem, library):
+                return library
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as own:
-            made = Path(own) / library.name
+            made = Path(own) / "made.so"
             _run([compiler, *FLAGS, f"-I{jax.ffi.include_dir()}", str(source), "-o", str(made)])
-            made.replace(library)
+            return made.replace(folder / _name(stem, made))
     except OSError as error:
         raise NativeUnavailableError(f"can not write {folder}: {error}") from error
-    return library
+
+
+def _name(stem: str, library: Path) -> str:
+    """What a library is to be called, by its bytes as they are."""
+    return f"{stem}-{hashlib.sha256(library.read_bytes()).hexdigest()[:16]}.so"
 
 
 def find_compiler(compilers: Sequence[str] = COMPILERS) -> str:
@@ -92,7 +103,12 @@ def _processor() -> str:
 def _run(command: list[str]) -> str:
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TIMEOUT_SECS, check=False
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_TIMEOUT_SECS,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeUnavailableError(f"{command[0]} does not run: {error}") from error

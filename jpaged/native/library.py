@@ -2,8 +2,10 @@
 
 import ctypes
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -13,6 +15,7 @@ from jpaged.native import build
 SOURCES = ("attention", "matmul")  # each with a handler of its name
 
 _targets: dict[str, str] = {}  # XLA's names of what was loaded
+_lock = threading.Lock()  # of whoever loads; XLA takes a name but once
 
 
 def load(folder: Path | None, compilers: Sequence[str] = build.COMPILERS) -> None:
@@ -23,13 +26,14 @@ def load(folder: Path | None, compilers: Sequence[str] = build.COMPILERS) -> Non
     Raises NativeUnavailableError with the reason: no compiler, or it fails; a folder that can not
     be written; a library that does not load.
     """
-    if _targets:
-        return
-    if folder is None:
-        with tempfile.TemporaryDirectory() as own:
-            _targets.update(_build_all(Path(own), compilers))
-    else:
-        _targets.update(_build_all(folder, compilers))
+    with _lock:
+        if _targets:
+            return
+        if folder is None:
+            with tempfile.TemporaryDirectory() as own:
+                _targets.update(_build_all(Path(own), compilers))
+        else:
+            _targets.update(_build_all(folder, compilers))
 
 
 def target(name: str) -> str:
@@ -42,17 +46,25 @@ def target(name: str) -> str:
 def _build_all(folder: Path, compilers: Sequence[str]) -> dict[str, str]:
     here = Path(__file__).parent
     libraries = build.build_all([here / f"{name}.cpp" for name in SOURCES], folder, compilers)
-    return {
-        name: _register(library, f"jpaged_{name}")
+    # All before any is registered: who tries again must find none of them taken.
+    handlers = [
+        _handler(library, f"jpaged_{name}")
         for name, library in zip(SOURCES, libraries, strict=True)
+    ]
+    return {
+        name: _register(library, handler)
+        for name, library, handler in zip(SOURCES, libraries, handlers, strict=True)
     }
 
 
-def _register(library: Path, symbol: str) -> str:
+def _handler(library: Path, symbol: str) -> Any:
     try:
-        handler = getattr(ctypes.CDLL(str(library)), symbol)
+        return getattr(ctypes.CDLL(str(library)), symbol)
     except (OSError, AttributeError) as error:
         raise NativeUnavailableError(f"{library} does not load: {error}") from error
+
+
+def _register(library: Path, handler: Any) -> str:
     # Programs that XLA keeps between runs name what they call: another library, another name.
     name = f"jpaged_{library.stem.replace('-', '_')}"
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")

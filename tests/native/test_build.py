@@ -38,6 +38,29 @@ def test_a_library_is_compiled_once_and_runs(source, tmp_path, monkeypatch):
     assert library.stat().st_mtime_ns == made_at
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: data[: len(data) // 2],
+        lambda data: data[:-1],
+        lambda data: bytes(len(data)),
+        lambda data: data.replace(b"answer", b"anther"),
+    ],
+    ids=["empty", "half", "all but a byte", "zeros", "another"],
+)
+def test_a_library_that_was_damaged_is_made_again(damage, source, tmp_path):
+    """Half a library ends the process that loads it, and one with another bit may do anything."""
+    kept = tmp_path / "kept"
+    first = build_one(source, kept)
+    made = first.read_bytes()
+    first.write_bytes(damage(made))
+    again = build_one(source, kept)
+    assert again.read_bytes() == made
+    assert ctypes.CDLL(str(again)).answer() == 42
+    assert list(kept.iterdir()) == [again]
+
+
 def test_whatever_bits_depend_on_is_in_the_name(source, monkeypatch):
     compiler = build.find_compiler()
     keys = {build.library_key(source, compiler)}
@@ -69,6 +92,20 @@ def test_processes_that_build_at_once_do_not_disturb_each_other(source, tmp_path
     ]
     assert [process.communicate()[0] for process in running] == ["42\n"] * 3
     assert len(list((tmp_path / "kept").iterdir())) == 1
+
+
+def test_a_thread_may_build_when_the_main_one_has_ended(source, tmp_path):
+    code = (
+        "import sys, ctypes, threading; from pathlib import Path; from jpaged.native import build\n"
+        "def late():\n"
+        "    threading.main_thread().join()\n"
+        "    library = build.build_all([Path(sys.argv[1])], Path(sys.argv[2]))[0]\n"
+        "    print(ctypes.CDLL(str(library)).answer(), flush=True)\n"
+        "threading.Thread(target=late).start()"
+    )
+    command = [sys.executable, "-c", code, str(source), str(tmp_path / "kept")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout == "42\n", done.stderr
 
 
 def test_no_compiler_is_told(source, tmp_path):
@@ -105,7 +142,7 @@ def test_a_library_that_does_not_load_is_told(contents, source, tmp_path):
     if contents:
         damaged.write_bytes(contents)
     with pytest.raises(NativeUnavailableError, match="does not load"):
-        library._register(damaged, "jpaged_attention")
+        library._handler(damaged, "jpaged_attention")
 
 
 def test_kernels_that_were_not_loaded_are_told(monkeypatch):
@@ -130,7 +167,8 @@ def test_nothing_is_kept_where_no_folder_is_given(tmp_path, monkeypatch):
 
     monkeypatch.setattr(library, "_targets", {})
     monkeypatch.setattr(build, "build_all", build_all)
-    monkeypatch.setattr(library, "_register", lambda path, symbol: symbol)
+    monkeypatch.setattr(library, "_handler", lambda path, symbol: symbol)
+    monkeypatch.setattr(library, "_register", lambda path, handler: handler)
     library.load(None)
     library.load(None)  # once a process
     assert len(folders) == 1
