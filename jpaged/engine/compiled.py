@@ -4,6 +4,7 @@ Every program that changes the state donates it: the caller rebinds, and the old
 Programs are shared by all engines of a process, so that an equal engine compiles nothing.
 """
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from jpaged.ops.kv_cache import init_layer_kv
 from jpaged.ops.linear import linear
 from jpaged.ops.paged_attention import paged_attention
 from jpaged.typing import Array, Int, Params, UInt32
+
+logger = logging.getLogger(__name__)
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -146,18 +149,30 @@ compile_clock = CompileClock()
 def keep_programs(folder: str | None) -> None:
     """Keeps compiled programs in a folder between runs; None: in the user's cache, "": nowhere.
 
-    A folder that the program itself has given to JAX stays.
+    A folder that the program itself has given to JAX stays. A user without a home has no cache.
     """
     given = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     if folder == "" or (folder is None and given):
         return
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    jax.config.update(
-        "jax_compilation_cache_dir", folder or str(Path(base) / "jpaged" / "programs")
-    )
+    folder = folder or _user_folder()
+    if folder is None:
+        logger.warning(
+            "Programs are kept nowhere: this user has no home; give compilation_cache_dir, or set "
+            "XDG_CACHE_HOME"
+        )
+        return
+    jax.config.update("jax_compilation_cache_dir", folder)
     # Small programs count too: there are many, and each costs tenths of a second.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def _user_folder() -> str | None:
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return str((Path(base) if base else Path.home() / ".cache") / "jpaged" / "programs")
+    except RuntimeError:  # neither HOME nor an entry among the users, as in some containers
+        return None
 
 
 def native_folder(folder: str | None) -> Path | None:
