@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jpaged.config import EngineConfig, ModelConfig
+from jpaged.core.logits_rules import LogitsRules
 from jpaged.engine.beam_group import make_group
 from jpaged.engine.capacity import max_blocks_per_request
 from jpaged.engine.defaults import Defaults
@@ -152,7 +153,7 @@ class Intake:
             eos_id=self._eos_ids[0] if self._eos_ids and not params.ignore_eos else -1,
             seed=derived_seed(self._config.seed, ordinal) if seed is None else seed % 2**64,
             root=self._root(salt, len(token_ids)),
-            rules=self._rules.make(params, held_ids) if params.has_rules else None,
+            rules=self._make_rules(params, held_ids),
             grammar=self._grammar(params),
             make_text=self._make_text(token_ids, params, is_told=is_told),
             num_top=self._num_top(params),
@@ -171,6 +172,14 @@ class Intake:
                 "start the engine with more"
             )
         return tuple(stop_ids), tuple(eos_ids | own)
+
+    def _make_rules(self, params: SamplingParams, held_ids: Sequence[int]) -> LogitsRules | None:
+        if not params.has_rules:
+            return None
+        # An end of sequence would end the grammar's text, which ignore_eos wants to go on.
+        is_barred = params.ignore_eos and params.structured_outputs is not None
+        barred = set(self._eos_ids) - set(params.stop_token_ids or ()) if is_barred else ()
+        return self._rules.make(params, held_ids, sorted(barred))
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:
         spec = params.structured_outputs

@@ -109,6 +109,18 @@ class Sample:
         return len(self.request.prompt_token_ids) + len(self.output_ids)
 
     @property
+    def must_end(self) -> bool:
+        """Whether its text is whole by its grammar, and no text may follow that it may draw.
+
+        Raises RuntimeError as `Matcher.mask`.
+        """
+        request, matcher = self.request, self.matcher
+        if matcher is None or request.rules is None:
+            return False
+        can_go_on = matcher.has_text(matcher.mask() & request.rules.token_mask)
+        return matcher.is_complete and not can_go_on
+
+    @property
     def can_end_itself(self) -> bool:
         """Whether it may draw an end of sequence next, where its grammar allows nothing else."""
         request, matcher = self.request, self.matcher

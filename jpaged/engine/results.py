@@ -160,7 +160,7 @@ def _follow(sample: Sample, matcher: Matcher, token_id: int) -> None:
     it could draw."""
     try:
         matcher.accept(token_id)
-        if matcher.must_end and not sample.can_end_itself and not sample.finish_reason:
+        if sample.must_end and not sample.can_end_itself and not sample.finish_reason:
             sample.finish("stop")
     except RuntimeError as error:
         logger.warning(

@@ -35,8 +35,11 @@ class RuleMaker:
             _check_processor(processor, sizes.vocab_size)
         self._tokenizer = tokenizer
 
-    def make(self, params: SamplingParams, hold_ids: Sequence[int]) -> LogitsRules:
-        """The rules of a request. hold_ids: what min_tokens holds back.
+    def make(
+        self, params: SamplingParams, hold_ids: Sequence[int], barred_ids: Sequence[int] = ()
+    ) -> LogitsRules:
+        """The rules of a request. hold_ids: what min_tokens holds back. barred_ids: what its
+        grammar may not use.
 
         Raises RequestError, naming the field, its value and its limit.
         """
@@ -53,7 +56,8 @@ class RuleMaker:
             hold_ids=_padded(hold_ids, self.sizes.num_stop_ids + 1),
             has_mask=_value(bool(allowed or params.structured_outputs), np.bool_),
             mask_is_raw=_value(params.structured_outputs is not None, np.bool_),
-            token_mask=mask_of(allowed, self.sizes.vocab_size),
+            token_mask=mask_of(allowed, self.sizes.vocab_size)
+            & ~mask_of(barred_ids, self.sizes.vocab_size),
             bias_ids=_padded(list(bias), self.sizes.num_biases),
             bias=_padded(list(bias.values()), self.sizes.num_biases, 0, np.float32),
             bad_words=self._bad_words(params.bad_words or ()),

@@ -134,7 +134,11 @@ class Matcher:
         Where the end may not be drawn (ignore_eos, min_tokens, a model without one) the engine ends
         the output here itself, with finish_reason "stop".
         """
-        return not np.any(self.mask() & self._vocabulary.text_bits)
+        return not self.has_text(self.mask())
+
+    def has_text(self, mask: np.ndarray) -> bool:
+        """Whether any of the ids of such a mask has text."""
+        return bool(np.any(mask & self._vocabulary.text_bits))
 
     def accept(self, token_id: int) -> None:
         """Takes the token that was drawn.

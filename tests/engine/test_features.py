@@ -202,6 +202,46 @@ def test_a_finished_grammar_ends_a_row_that_may_not_draw_the_end(fields):
     assert len(requests[0].samples[0].output_ids) == 5
 
 
+def test_ignore_eos_goes_on_where_a_grammar_lets_it():
+    """The counting model's likeliest id is the end where its grammar's text would be whole."""
+    tokenizer = letter_tokenizer()
+    engine, intake = make_counting_engine(eos_ids=[EOS, EOS + 1], tokenizer=tokenizer)
+    asked = {"max_tokens": 9, "structured_outputs": {"regex": "(ab|cd)*"}}
+    to_ends = {"logit_bias": {EOS: 100, EOS + 1: 99}}
+    allowed = [EOS, EOS + 1, *tokenizer.encode("ab", add_special_tokens=False)]
+    heeding, ignoring, own, few = (
+        SamplingParams(temperature=0.0, **asked, **to_ends, **fields)
+        for fields in (
+            {},
+            {"ignore_eos": True},
+            {"ignore_eos": True, "stop_token_ids": [EOS + 1], "min_tokens": 3},
+            {"ignore_eos": True, "allowed_token_ids": allowed},
+        )
+    )
+    requests = intake.accept([PROMPTS[1]] * 4, [heeding, ignoring, own, few])
+    run(engine, requests)
+    found = [request.samples[0] for request in requests]
+    assert [len(one.output_ids) for one in found] == [1, 9, 5, 9]
+    assert [one.finish_reason for one in found] == ["stop", "length", "stop", "length"]
+    assert found[2].stop_reason == EOS + 1
+    assert texts(requests)[3] == "ababababa"
+
+
+def test_a_grammar_ends_a_row_whose_own_list_has_no_more_text():
+    tokenizer = letter_tokenizer()
+    engine, intake = make_counting_engine(eos_ids=[EOS], tokenizer=tokenizer)
+    params = greedy(
+        9,
+        ignore_eos=True,
+        structured_outputs={"regex": "abc*"},
+        allowed_token_ids=[EOS, *tokenizer.encode("ab", add_special_tokens=False)],
+    )
+    requests = intake.accept([PROMPTS[1]], params)
+    run(engine, requests)
+    assert texts(requests) == ["ab"]
+    assert requests[0].samples[0].finish_reason == "stop"
+
+
 def test_a_grammar_and_an_own_list_of_ids_hold_together():
     tokenizer = letter_tokenizer()
     engine, intake = make_counting_engine(eos_ids=[EOS], tokenizer=tokenizer)
