@@ -231,6 +231,8 @@ class LLM:
         with bar:
             while self._engine.has_unfinished:
                 for request in self._engine.step():
+                    if request.error is not None:
+                        raise request.error
                     if not request.is_finished:
                         continue
                     num_output += sum(len(sample.output_ids) for sample in request.samples)

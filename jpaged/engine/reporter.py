@@ -29,7 +29,8 @@ class Reporter:
         self._texts, self._no_texts = TokenTexts(tokenizer), TokenTexts(None)
 
     def output_of(self, request: Request) -> RequestOutput:
-        """What a user gets of a request, whatever state it is in."""
+        """What a user gets of a request, whatever state it is in. Raises what its text raised."""
+        _check(request)
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
@@ -46,7 +47,8 @@ class Reporter:
     def news_of(self, request: Request) -> RequestOutput | None:
         """What the reader of a request's stream is to be told now, if anything: with FINAL_ONLY
         the whole when it is finished, else what is new in the samples that have news. All that it
-        gives, joined, is the whole. Costs as much as the news are long."""
+        gives, joined, is the whole. Costs as much as the news are long. Raises as `output_of`."""
+        _check(request)
         if request.params.output_kind is RequestOutputKind.FINAL_ONLY:
             return self.output_of(request) if request.is_finished else None
         samples = [sample for sample in request.samples if sample.has_news]
@@ -182,3 +184,8 @@ class Reporter:
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+
+def _check(request: Request) -> None:
+    if request.error is not None:
+        raise request.error

@@ -45,6 +45,7 @@ class Request:
     beam_params: BeamSearchParams | None = None
     samples: list["Sample"] = dataclasses.field(default_factory=list)  # one of a beam search
     num_cached_tokens: int | None = None  # of the first admission
+    error: Exception | None = None  # a tokenizer's, which who asked is to meet
 
     def __post_init__(self) -> None:
         if self.beam_params is None:

@@ -8,6 +8,7 @@ from jpaged.core.sampling import STOP_EOS, STOP_LENGTH, STOP_TOKEN
 from jpaged.core.step import STOP_ERROR, StepOutput
 from jpaged.engine.beam_group import BeamGroup
 from jpaged.engine.dispatch import PrefillRow
+from jpaged.engine.output_text import OutputText
 from jpaged.engine.request import FinishReason, Sample
 from jpaged.engine.structured import Matcher
 from jpaged.sampling_params import SamplingParams
@@ -145,9 +146,17 @@ def _look_at(sample: Sample, token_id: int) -> None:
         _follow(sample, sample.matcher, token_id)
     if not sample.finish_reason and _is_repeating(sample.output_ids, sample.request.params):
         sample.finish("repetition")
-    text = sample.text
-    if text is None:
-        return
+    if sample.text is not None:
+        try:
+            _read(sample, sample.text, token_id, is_stopped=is_stopped)
+        except Exception as error:
+            # A tokenizer may be anybody's, and what it fails at is this request's affair alone.
+            sample.request.error = error
+            sample.finish("error")
+
+
+def _read(sample: Sample, text: OutputText, token_id: int, *, is_stopped: bool) -> None:
+    """Takes a token into the sample's text. is_stopped: by that token."""
     found = None if is_stopped else text.add(token_id)
     if found is not None:
         sample.finish("stop", found)

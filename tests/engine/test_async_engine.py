@@ -198,6 +198,61 @@ def test_a_request_that_can_not_be_worded_ends_alone(engine, monkeypatch):
     run(main())
 
 
+class Failing:
+    """A tokenizer that fails at the letter Q, wherever it meets it."""
+
+    def __init__(self):
+        self._whole = letter_tokenizer()
+
+    def __getattr__(self, name):
+        return getattr(self._whole, name)
+
+    def decode(self, token_ids, **options):
+        text = self._whole.decode(token_ids, **options)
+        if "Q" in text:
+            raise ValueError("no Q")
+        return text
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"output_kind": DELTA},
+        {"output_kind": FINAL_ONLY},
+        {"output_kind": FINAL_ONLY, "stop": ["#"]},
+        {"n": 2, "seed": 1, "temperature": 0.01},
+        {"stop_token_ids": [letter_tokenizer().convert_tokens_to_ids("Q")]},
+    ],
+    ids=str,
+)
+def test_a_tokenizer_that_fails_fails_its_request_alone(fields):
+    tokenizer = Failing()
+    bad_id = tokenizer.convert_tokens_to_ids("Q")
+    prompts = [[i, 2] for i in range(50)]
+    bad = next(p for p in prompts if bad_id in expected(p, 12)[4:])
+    good = next(p for p in prompts if bad_id not in expected(p, 12))
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 12, **fields})
+    if params.stop_token_ids:
+        params.include_stop_str_in_output = True  # so that the letter is text
+
+    async def main():
+        async with AsyncEngine(CountingLLM(tokenizer=tokenizer)) as engine:
+            other = asyncio.create_task(tokens_of(engine, good, greedy(12)))
+            with pytest.raises(ValueError, match="no Q"):
+                await outputs_of(engine, bad, params)
+            assert await other == expected(good, 12)
+            await check_idle(engine)
+
+    run(main())
+    llm = CountingLLM(tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="no Q"):
+        llm.generate([good, bad], params, use_tqdm=False)
+    assert not llm.engine.has_unfinished
+    (output,) = llm.generate([good], greedy(12), use_tqdm=False)
+    assert output.outputs[0].token_ids == expected(good, 12)
+
+
 def test_ids_of_live_requests_are_taken(engine):
     Pace(engine)
 
