@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 from peers.measuring import is_mostly_prompt, is_single_stream, read_workload
 
+TIMEOUT_SECS = 3600  # of one run
 PEERS_FOLDER = Path(__file__).resolve().parent / "peers"
 
 WORKERS = {
@@ -76,6 +77,21 @@ def read_peer(text: str) -> Peer:
     return Peer(name, python or sys.executable, options.get("model"))
 
 
+def positive(text: str) -> int:
+    """A whole number from 1."""
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {text!r}")
+    return int(text)
+
+
+def wrong_with(workload: Path) -> str | None:
+    """Why a workload can not be played, known before an hour's work."""
+    try:
+        return None if read_workload(workload) else "has no requests"
+    except (OSError, ValueError, TypeError) as error:
+        return str(error)
+
+
 def main() -> int:
     """Reads the command line, runs and prints. Returns 1 if a run failed or all were
     interrupted, else 0."""
@@ -84,10 +100,22 @@ def main() -> int:
     parser.add_argument("--workload", required=True, nargs="+", type=Path)
     parser.add_argument("--peer", type=read_peer, action="append", metavar="NAME=PYTHON,model=PATH")
     parser.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each engine")
-    parser.add_argument("--limit", type=int, help="only the first requests")
+    parser.add_argument("--rounds", type=positive, default=3, help="turns of each engine")
+    parser.add_argument("--limit", type=positive, help="only the first requests")
+    parser.add_argument(
+        "--timeout",
+        type=positive,
+        default=TIMEOUT_SECS,
+        help=f"seconds after which a run has failed (default {TIMEOUT_SECS})",
+    )
     args, engine_options = parser.parse_known_args()
+    for path in args.workload:
+        if told := wrong_with(path):
+            parser.error(f"{path}: {told}")
     peers: list[Peer] = args.peer or [read_peer("hf-static16")]
+    labels = [peer.label for peer in peers]
+    if len(set(labels)) < len(labels):
+        parser.error(f"peers must differ in name or model, got {', '.join(labels)}")
     results: Results = {path: {} for path in args.workload}
     # What is told to stop, by a time limit too, tells what there is.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -117,8 +145,8 @@ def play(
             for label, commands in turns(args, workload, peers, engine_options).items():
                 print(f"round {turn + 1}, {workload.stem}, {label}", file=sys.stderr)
                 try:
-                    result = merge([run(command) for command in commands])
-                except (subprocess.CalledProcessError, ValueError, IndexError) as error:
+                    result = merge([run(command, args.timeout) for command in commands])
+                except (subprocess.SubprocessError, OSError, ValueError) as error:
                     print(f"{label} failed: {error}", file=sys.stderr)
                     num_failed += 1
                     continue
@@ -155,10 +183,17 @@ def turns(
     return {"jpaged": ours, **theirs}
 
 
-def run(command: Sequence[str]) -> Result:
-    """The last line that a fresh process prints, as JSON."""
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
+def run(command: Sequence[str], timeout: float) -> Result:
+    """The last line that a fresh process prints, as JSON. Raises SubprocessError if it fails or
+    takes longer than `timeout` seconds, ValueError if that line is none of figures."""
+    done = subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, text=True, errors="replace", timeout=timeout
+    )
+    last = (done.stdout.splitlines() or [""])[-1]
+    result = json.loads(last)
+    if not (isinstance(result, dict) and "output_tokens_per_s" in result):
+        raise ValueError(f"its last line has no figures: {last:.80}")
+    return result
 
 
 def merge(runs: Sequence[Result]) -> Result:
@@ -199,11 +234,11 @@ def ratios(medians: dict[str, Result]) -> dict[str, dict[str, float]]:
         found[label] = {
             name: round(ours[name] / theirs[name], 3)
             for name in HIGHER_IS_BETTER
-            if name in ours and name in theirs
+            if ours.get(name) and theirs.get(name)
         } | {
             name: round(theirs[name] / ours[name], 3)
             for name in LOWER_IS_BETTER
-            if name in ours and name in theirs
+            if ours.get(name) and theirs.get(name)
         }
     return found
 

@@ -129,19 +129,52 @@ def test_a_failed_run_fails_no_other(bench_peers, tmp_path: Path, monkeypatch, c
             "jpaged": [[sys.executable, "-c", good]],
             "silent": [[sys.executable, "-c", ""]],
             "broken": [[sys.executable, "-c", "raise SystemExit(3)"]],
+            "killed": [[sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]],
+            "gone": [["/no/such/python"]],
+            "hanging": [[sys.executable, "-c", "import time; time.sleep(60)"]],
+            "silent of figures": [[sys.executable, "-c", "print(3)"]],
         }
 
     monkeypatch.setattr(bench_peers, "turns", turns)
     monkeypatch.setattr(bench_peers.signal, "signal", lambda *_: None)
     argv = ["bench_peers", "--model", "m", "--workload", str(workload), "--rounds", "2"]
-    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(sys, "argv", [*argv, "--timeout", "3"])
     assert bench_peers.main() == 1
     told = capsys.readouterr()
     median, ratio = map(json.loads, told.out.splitlines())
     assert (median["engine"], median["workload"]) == ("jpaged", "w")
     assert median["output_tokens_per_s_of_rounds"] == [8.0, 8.0]
     assert ratio == {"workload": "w", "times_as_fast_as": {}}
-    assert told.err.count("silent failed") == told.err.count("broken failed") == 2
+    for label in ("silent", "broken", "killed", "gone", "hanging", "silent of figures"):
+        assert told.err.count(f"{label} failed") == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "told"),
+    [
+        (None, [], "No such file"),
+        ("\n", [], "has no requests"),
+        ("{", [], "w.jsonl: Expecting"),
+        ('{"prompt_ids": [1]}', [], "max_tokens"),
+        ("[1]", [], "prompt_ids"),
+        (json.dumps(STREAM[0]), ["--rounds", "0"], "a whole number from 1"),
+        (json.dumps(STREAM[0]), ["--limit", "0"], "a whole number from 1"),
+        (json.dumps(STREAM[0]), ["--peer", "vllm", "--peer", "vllm"], "peers must differ"),
+    ],
+)
+def test_what_can_not_be_played_is_told_first(
+    bench_peers, tmp_path: Path, monkeypatch, capsys, text: str | None, options, told: str
+):
+    path = tmp_path / "w.jsonl"
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setattr(bench_peers, "play", lambda *_: pytest.fail("it was played"))
+    argv = ["bench_peers", "--model", "m", "--workload", str(path), *options]
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(SystemExit) as stop:
+        bench_peers.main()
+    assert stop.value.code == 2
+    assert told in capsys.readouterr().err
 
 
 def test_an_interrupted_comparison_tells_what_there_is(
@@ -149,7 +182,7 @@ def test_an_interrupted_comparison_tells_what_there_is(
 ):
     results = iter([result(6.0), result(3.0)])
 
-    def run(command):
+    def run(command, timeout):
         try:
             return next(results)
         except StopIteration:
