@@ -273,6 +273,14 @@ def test_broken_json_is_named_with_its_column(tmp_path: Path, capsys):
     assert message == f"jpaged: {path}:3: no JSON: Expecting value (column 12)"
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, "1" * 5_000], ids=["deep", "long number"])
+def test_json_that_python_does_not_read_is_named_too(tmp_path: Path, capsys, text: str):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'"fine"\n{text}\n')
+    message = refusal(capsys, "generate", "no/such/model", "--prompts", path)
+    assert message.startswith(f"jpaged: {path}:2: no JSON that can be read: ")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [

@@ -81,6 +81,8 @@ def parse_json(text: str, where: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise RequestError(f"{where}: no JSON: {error.msg} (column {error.colno})") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, deep nesting
+        raise RequestError(f"{where}: no JSON that can be read: {error}") from None
 
 
 def _prompt_line(entry: Any, where: str, place: int, *, is_chat: bool) -> PromptLine:
