@@ -136,7 +136,8 @@ def _kernels(args: argparse.Namespace, options: Result) -> Iterable[Result]:
     from jpaged.engine.serving import resolve_model
 
     keep_programs(None)
-    shape = Shape() if args.model is None else Shape.of(resolve_model(args.model))
+    model = None if args.model is None else resolve_model(args.model, needs_weights=False)
+    shape = Shape() if model is None else Shape.of(model)
     yield from measure(shape, dtype=options["dtype"], reps=args.reps)
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+NAMES = ("ttft", "tpot", "itl", "e2el")
 _PERCENTILES = {"median": 50, "p90": 90, "p99": 99}
 
 
@@ -48,8 +49,10 @@ class RequestTimes:
     @property
     def latencies(self) -> dict[str, list[float]]:
         """Seconds, by name: one ttft and e2el, a tpot for each sample, an itl for each output after
-        a sample's first."""
+        a sample's first. All are empty if nothing came, as of a model that gives NaN."""
         samples = list(self._marks.values())
+        if not samples:
+            return {name: [] for name in NAMES}
         return {
             "ttft": [min(marks[0].time for marks in samples) - self.due],
             "tpot": [
@@ -64,9 +67,10 @@ class RequestTimes:
         }
 
     def meets(self, goals: Mapping[str, float]) -> bool:
-        """Whether no latency exceeds its goal, in ms; the slowest sample counts."""
+        """Whether something came, and no latency exceeds its goal, in ms; the slowest sample
+        counts."""
         latencies = self.latencies
-        return all(
+        return bool(self._marks) and all(
             max(latencies[name], default=0.0) * 1e3 <= limit for name, limit in goals.items()
         )
 
@@ -76,7 +80,7 @@ def summarize(requests: Sequence[RequestTimes]) -> dict[str, Any]:
     latencies = [request.latencies for request in requests]
     return {
         f"{word}_{name}_ms": _percentile([x for one in latencies for x in one[name]], percent)
-        for name in ("ttft", "tpot", "itl", "e2el")
+        for name in NAMES
         for word, percent in _PERCENTILES.items()
     }
 

@@ -124,6 +124,10 @@ def test_latencies_follow_from_when_outputs_came():
     assert times.meets({"ttft": 501, "tpot": 1001})
     assert not times.meets({"ttft": 501, "tpot": 999})  # the slower sample counts
     assert times.meets({})
+    nothing = RequestTimes(10.0)  # of a model that gives NaN
+    assert not nothing.meets({"ttft": 501})
+    assert summarize([times, nothing]) == summarize([times])
+    assert set(summarize([nothing]).values()) == {None}
     summary = summarize([times])
     assert summary["median_tpot_ms"] == pytest.approx(625)
     assert summary["p90_itl_ms"] == pytest.approx(1900)
