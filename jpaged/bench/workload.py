@@ -64,6 +64,8 @@ def _work_item(entry: Any, output_len: int | None) -> WorkItem:
             f"id, n, temperature, top_p and ignore_eos; got {entry!r:.80}"
         )
     check_token_ids(entry["prompt_ids"])
+    if entry["max_tokens"] is None:
+        raise RequestError("max_tokens must be from 1, for all engines to do equal work; got None")
     params = _params(
         max_tokens=output_len or entry["max_tokens"],
         n=entry.get("n", 1),

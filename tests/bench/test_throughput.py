@@ -68,6 +68,8 @@ def test_the_limit_cuts_the_workload(tmp_path: Path, capsys: pytest.CaptureFixtu
         ({"prompt_ids": [1], "max_tokens": 4, "stop": "."}, "an object with prompt_ids"),
         ({"prompt_ids": "one", "max_tokens": 4}, "token ids must be a list"),
         ({"prompt_ids": [1], "max_tokens": 0}, "max_tokens must be from 1"),
+        ({"prompt_ids": [1], "max_tokens": None}, "max_tokens must be from 1"),
+        ({"prompt_ids": [1], "max_tokens": 4, "n": None}, "n must be"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, capsys, line: Any, told: str):
