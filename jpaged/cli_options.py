@@ -7,6 +7,7 @@ decided by the configuration it belongs to.
 import argparse
 import dataclasses
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any, NoReturn
@@ -262,10 +263,15 @@ def json_object(text: str) -> dict[str, Any]:
 def output_path(text: str) -> Path:
     """A path that can be written to later: told now, and not after an hour's work."""
     path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        why = "is a directory" if path.is_dir() else f"{path.parent} is no directory"
-        raise argparse.ArgumentTypeError(f"can not write {path}: {why}")
-    return path
+    if path.is_dir():
+        why = "is a directory"
+    elif not path.parent.is_dir():
+        why = f"{path.parent} is no directory"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        why = "it is read-only, or not yours"
+    else:
+        return path
+    raise argparse.ArgumentTypeError(f"can not write {path}: {why}")
 
 
 def given(args: argparse.Namespace, names: set[str]) -> dict[str, Any]:

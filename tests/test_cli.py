@@ -273,6 +273,21 @@ def test_broken_json_is_named_with_its_column(tmp_path: Path, capsys):
     assert message == f"jpaged: {path}:3: no JSON: Expecting value (column 12)"
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_an_output_that_can_not_be_written_is_told_first(
+    tmp_path: Path, capsys, monkeypatch, is_there
+):
+    """As of a folder or file that is not one's own; permissions bind no root, who may run this."""
+    path = tmp_path / "out.jsonl"
+    if is_there:
+        path.touch()
+    denied = path if is_there else tmp_path
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda p, mode: Path(p) != denied and access(p, mode))
+    options = ("--prompts", tmp_path / "none.txt", "--out", path)
+    assert "read-only, or not yours" in refusal(capsys, "generate", "no/such/model", *options)
+
+
 @pytest.mark.parametrize("text", ["[" * 100_000, "1" * 5_000], ids=["deep", "long number"])
 def test_json_that_python_does_not_read_is_named_too(tmp_path: Path, capsys, text: str):
     path = tmp_path / "prompts.jsonl"
