@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKED_PACKAGES = ("jpaged.core", "jpaged.ops", "jpaged.models")
-# XLA's newer emitters of CPU code take half of all the time it takes to compile.
+# XLA's newer emitters of CPU code take half of all the time it takes to compile. Since jax 0.11
+# there are no others.
 QUICK = {"xla_cpu_use_fusion_emitters": False}
 
 
@@ -45,9 +46,10 @@ def compile_for_tests(request: pytest.FixtureRequest) -> Iterator[None]:
     from jax._src import compiler  # a public way there is for a single function only
 
     get_compile_options = compiler.get_compile_options
+    quick = QUICK if jax.__version_info__ < (0, 11) else {}
 
     def quick_options(*args: Any, env_options_overrides: Any = None, **options: Any) -> Any:
-        overrides = QUICK | dict(env_options_overrides or {})
+        overrides = quick | dict(env_options_overrides or {})
         return get_compile_options(*args, env_options_overrides=overrides, **options)
 
     is_optimized = request.node.get_closest_marker("optimized") is not None

@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import float8
+from tests.kernels import lowering
 
 pytestmark = pytest.mark.optimized  # the optimizer must not touch an exact trick
 
@@ -107,5 +108,5 @@ def test_both_ways_work_inside_a_kernel(kind, dtype):
     got = np.asarray(jax.jit(recode, static_argnums=1)(jnp.asarray(CODES), True))
     finite = np.isfinite(numbers_of(kind))
     np.testing.assert_array_equal(got[finite], CODES[finite])
-    traced = jax.jit(recode, static_argnums=1).trace(jax.ShapeDtypeStruct((256,), jnp.uint8), False)
-    assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    compiled = ft.partial(recode, interpret=False)
+    assert "triton" in lowering.lower(compiled, jax.ShapeDtypeStruct((256,), jnp.uint8))

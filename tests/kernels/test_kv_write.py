@@ -12,6 +12,7 @@ import pytest
 from pallas_kernels import eight_bit
 from pallas_kernels.checks import STORAGE
 from pallas_kernels.kv_write import Pools, turn_and_write, write_kv
+from tests.kernels import lowering
 from tests.oracles import kv_write as oracle
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -151,9 +152,8 @@ def test_the_pools_are_written_in_place_on_a_gpu(kv_dtype, scales):
     """The kernel's results are its own operands, and those are the donated pools."""
     heads = Heads()
     pools, new = make_pools(kv_dtype, scales, heads), make_new("bfloat16", heads)
-    write = jax.jit(ft.partial(turn_and_write, kv_dtype=kv_dtype), donate_argnums=0)
-    traced = write.trace(pools, *new, np.zeros(T, np.int32))
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    write = ft.partial(turn_and_write, kv_dtype=kv_dtype)
+    text = lowering.lower(write, pools, *new, np.zeros(T, np.int32), donated=(0,))
     num_written = 4 if scales == "token_head" else 2
     assert text.count("output_operand_alias<") == num_written
     num_donated = 2 if scales == "none" else 4  # scales for all tokens come out as they went in

@@ -3,7 +3,6 @@
 What the compiler then makes of it is for `scripts/aot_check.py` to see.
 """
 
-import contextlib
 import dataclasses
 from typing import Any
 
@@ -11,25 +10,15 @@ import jax
 import pytest
 
 from scripts.gpu.programs import PROGRAMS, Program
+from tests.kernels import lowering
 
 TRITON = "__gpu$xla.gpu.triton"
-# Since 0.11 JAX asks what device kernels are for, and finds none here.
-ASKS_DEVICE = jax.__version_info__ >= (0, 11)
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*Triton.*:DeprecationWarning")
 
 
-def lower(program: Program, device_kind: str = "NVIDIA A100-SXM4-80GB") -> str:
-    """The program for CUDA, as text. Before 0.11 it is for an H100, in tiles for an A100."""
-    with contextlib.ExitStack() as stack:
-        if ASKS_DEVICE:
-            device = jax.sharding.AbstractDevice(
-                device_kind=device_kind, num_cores=None, platform="gpu"
-            )
-            mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-            stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
-        jitted = jax.jit(program.function, donate_argnums=program.donated)
-        return jitted.trace(*program.args).lower(lowering_platforms=("cuda",)).as_text()
+def lower(program: Program, device_kind: str = lowering.A100) -> str:
+    return lowering.lower(
+        program.function, *program.args, donated=program.donated, device_kind=device_kind
+    )
 
 
 def kernel_calls(text: str) -> list[str]:
@@ -47,7 +36,7 @@ def test_is_lowered_to_triton(name: str):
     assert aliases >= (num_written and 2)
 
 
-@pytest.mark.skipif(not ASKS_DEVICE, reason="older JAX lowers for one device alone")
+@pytest.mark.skipif(not lowering.ASKS_DEVICE, reason="older JAX lowers for one device alone")
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if "bfloat16" in name])
 def test_is_lowered_for_hopper(name: str):
     assert kernel_calls(lower(PROGRAMS[name], "NVIDIA H200"))
