@@ -18,6 +18,10 @@ STORAGE = {
 }
 """The type a pool of each logical type is stored in."""
 
+MAX_BYTES_OF_8_BITS = 2**31
+"""The largest pool of 8 bits but for those above 2**32: up to there Pallas addresses with signed
+32-bit numbers of elements, beyond it with 64 bits."""
+
 Q_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 MAX_HEAD_DIM = 256
 
@@ -115,12 +119,16 @@ def check_pools(k: jax.Array, v: jax.Array, kv_dtype: str) -> None:
     stored = jnp.dtype(STORAGE[kv_dtype])
     if k.dtype != stored:
         raise ValueError(f"pools of {kv_dtype=} are stored as {stored}, these are {k.dtype}")
-    # Up to 4 GiB Pallas addresses with signed 32-bit numbers of elements, which end at 2**31.
-    if 2**31 < k.size * k.dtype.itemsize <= 2**32 and k.dtype.itemsize == 1:
+    if k.dtype.itemsize == 1 and not is_addressable(k.size):
         raise ValueError(
             f"a pool of {k.size} bytes in 8 bits: between 2**31 and 2**32 it cannot be addressed; "
             "take fewer blocks, or more"
         )
+
+
+def is_addressable(num_bytes: int) -> bool:
+    """Whether kernels can read and write a pool of 8 bits that has so many bytes."""
+    return not MAX_BYTES_OF_8_BITS < num_bytes <= 2**32
 
 
 def check_scale(name: str, scale: jax.Array | None, pool: jax.Array) -> None:

@@ -11,6 +11,7 @@ from jpaged.errors import ConfigError
 from jpaged.kv_format import kv_format
 from jpaged.model_config import ModelConfig
 from jpaged.ops.kv_cache import layer_kv_bytes
+from pallas_kernels.checks import MAX_BYTES_OF_8_BITS, is_addressable
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +102,7 @@ def fit_pool(
     else:
         budget = _gpu_budget(config, device, memory_fraction)
         num_blocks = _fit_gpu(config, model, per_block, budget, measure)
+    num_blocks = _addressable(num_blocks, config, model)
     if is_auto:
         longest = longest_model_len(num_blocks, config, model)
         config = dataclasses.replace(config, max_model_len=max(longest, 1))
@@ -216,7 +218,8 @@ def _fit_gpu(
         left = budget - rows_bytes(config) - activations
         num_blocks = blocks_in(left, per_block, model.num_layers)
         unit = 1 << max(num_blocks.bit_length() - _KEPT_BITS, 0)
-        return min(max(num_blocks - num_blocks % unit, min(num_blocks, one)), most)
+        num_blocks = min(max(num_blocks - num_blocks % unit, min(num_blocks, one)), most)
+        return _addressable(num_blocks, config, model)
 
     estimate = beside(estimated_activations(config, model))
     guess = max(estimate, one)
@@ -230,6 +233,23 @@ def _fit_gpu(
         fitting * per_block / _GIB,
     )
     return guess if guess <= fitting <= guess * (1 + _KEPT_SHARE) else fitting
+
+
+def _addressable(num_blocks: int, config: EngineConfig, model: ModelConfig) -> int:
+    """No more blocks than kernels can address. Raises ConfigError if an override asks for more."""
+    per_block = config.cache.block_size * model.num_kv_heads * model.head_dim
+    has_kernels = config.implementation == "pallas" and config.has_8_bit_kv
+    if not has_kernels or is_addressable(num_blocks * per_block):
+        return num_blocks
+    most, enough = MAX_BYTES_OF_8_BITS // per_block, 2**32 // per_block + 1
+    if config.cache.num_gpu_blocks_override is not None:
+        raise ConfigError(
+            f"num_gpu_blocks_override={num_blocks} makes pools of {num_blocks * per_block} bytes a "
+            "layer in 8 bits, and kernels can not address those between 2**31 and 2**32; take "
+            f"{most} or fewer, or {enough} or more"
+        )
+    logger.info("%d blocks instead of %d, which kernels can not address", most, num_blocks)
+    return most
 
 
 def _too_small(config: EngineConfig, model: ModelConfig, num_blocks: int, per_block: int) -> str:

@@ -209,6 +209,28 @@ def test_the_size_that_was_measured_is_kept_if_it_fits_and_wastes_little():
     assert guess == capacity.fit_pool(half, model, "float16", device, lambda c, n: None)[1]
 
 
+def test_kernels_get_no_pool_of_8_bits_that_they_can_not_address(caplog):
+    """Of one layer and 2**16 bytes a block: between 2**31 and 2**32 bytes there is none."""
+    caplog.set_level("INFO", logger="jpaged")
+
+    def blocks(gib: float, implementation: Any = "pallas", **cache) -> int:
+        config = replace(engine(16_384, **cache), implementation=implementation, max_num_seqs=1024)
+        return fit(config, shape(num_layers=1), FakeGPU(int(gib * 2**30)))[1]
+
+    free, halved = 2**31 // 2**16, "32768 blocks instead of"
+    assert blocks(12, "xla", kv_cache_dtype="fp8") > free
+    assert blocks(12, kv_cache_dtype="auto") > free / 2
+    assert blocks(5, kv_cache_dtype="fp8") < free
+    assert halved not in caplog.text
+    for name in ("fp8", "fp8_e5m2", "int8"):
+        assert blocks(12, kv_cache_dtype=name) == free
+        assert halved in caplog.text
+        assert blocks(12, kv_cache_dtype=name, kv_cache_memory_bytes=6 * 2**30) == free
+        assert blocks(20, kv_cache_dtype=name) > 2 * free
+        with pytest.raises(ConfigError, match=r"take 32768 or fewer, or 65537 or more"):
+            blocks(12, kv_cache_dtype=name, num_gpu_blocks_override=40_000)
+
+
 def test_a_few_bytes_more_in_use_give_the_same_pool():
     config, sizes = engine(16_384), set()
     for in_use in range(0, 2**26, 2**22):
