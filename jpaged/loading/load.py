@@ -129,6 +129,12 @@ def _refuse_quantized(path: Path, config: Mapping[str, Any]) -> None:
     places = (config, config.get("text_config") or {})
     if found := [place[key] for place in places for key in keys if place.get(key)]:
         method = found[0].get("quant_method", "unknown")
+        if found[0].get("kv_cache_scheme") and not found[0].get("config_groups"):
+            raise UnsupportedModelError(
+                f"{path} has scales for keys and values of 8 bits ({method}'s kv_cache_scheme), which "
+                "are not read yet; use the checkpoint without them, and perhaps "
+                'kv_cache_dtype="fp8_per_token_head", which finds scales by itself'
+            )
         raise UnsupportedModelError(
             f"{path} is quantized (quant_method {method!r}), which is not supported yet; "
             "use the unquantized checkpoint, or a GGUF file"

@@ -193,6 +193,16 @@ def test_quantized_checkpoints_are_refused_by_method(tmp_path: Path, place: str,
         load_hf_config(write_hf(tmp_path, config, tiny_tensors()))
 
 
+@pytest.mark.parametrize(
+    "scheme", [{"num_bits": 8, "type": "float"}, {"num_bits": 8, "type": "int"}]
+)
+def test_scales_of_keys_and_values_alone_are_refused_with_a_way_out(tmp_path: Path, scheme: dict):
+    told = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme}
+    config = {**TINY, "quantization_config": told}
+    with pytest.raises(UnsupportedModelError, match=r"scales for keys.*fp8_per_token_head"):
+        load_hf_config(write_hf(tmp_path, config, tiny_tensors()))
+
+
 def test_generation_config(tmp_path: Path):
     model = copy_llama(tmp_path)
     assert load_generation_config(model)["eos_token_id"] == [2]
