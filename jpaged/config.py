@@ -157,6 +157,12 @@ class EngineConfig:
         """Whether keys and values have 8 bits."""
         return kv_format(self.cache.kv_cache_dtype, "float32").is_quantized
 
+    @property
+    def attention_implementation(self) -> str:
+        """Of attention: "native" leaves that over KV of 8 bits to XLA."""
+        is_native = self.implementation == "native"
+        return "xla" if is_native and self.has_8_bit_kv else self.implementation
+
     @classmethod
     def from_options(cls, **options: Any) -> "EngineConfig":
         """From flat options, as on a command line; those of the cache go into `cache`.

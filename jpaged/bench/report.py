@@ -64,6 +64,7 @@ def setting(llm: LLM, model: str) -> dict[str, Any]:
         "dtype": llm.dtype,
         "quantization": config.quantization,
         "implementation": config.implementation,
+        "attention_implementation": config.attention_implementation,
         "kv_cache_dtype": config.cache.kv_cache_dtype,
         "block_size": config.cache.block_size,
         "max_model_len": config.max_model_len,

@@ -189,6 +189,7 @@ class Engine:
             cache=self._cache_usage(jax.device_get(self._device.usage())),
             stats=dataclasses.replace(self.stats),
             implementation=self.config.implementation,
+            attention_implementation=self.config.attention_implementation,
             kv_cache_dtype=self.config.cache.kv_cache_dtype,
             quantization=self.config.quantization,
             weight_bytes=param_bytes(self._device.params),

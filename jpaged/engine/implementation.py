@@ -32,9 +32,12 @@ def resolve(config: EngineConfig, *, device: Any, head_dim: int | None = None) -
 
 
 def describe(config: EngineConfig, device: Any) -> str:
-    """The implementation for the log, and how it runs if that is not as it should."""
-    is_interpreted = config.implementation == "pallas" and device.platform == "cpu"
-    return f"{config.implementation}, interpreted" if is_interpreted else config.implementation
+    """The implementation for the log: what runs otherwise, and how if that is not as it should."""
+    if config.implementation == "pallas" and device.platform == "cpu":
+        return "pallas, interpreted"
+    if config.attention_implementation != config.implementation:
+        return f"{config.implementation}, of attention {config.attention_implementation}"
+    return config.implementation
 
 
 def _resolve_pallas(config: EngineConfig, device: Any, head_dim: int | None) -> EngineConfig:

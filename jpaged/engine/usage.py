@@ -40,9 +40,9 @@ class CacheUsage:
 class Snapshot:
     """The engine at a moment: who runs, how the pool is used, and the counts so far.
 
-    implementation: of attention and products, the one that runs; "native" leaves attention over KV
-    of 8 bits to XLA. quantization: of the matrices. kv_cache_dtype: of keys and values.
-    weight_bytes: of all weights as they are served.
+    implementation: of products and attention, the one that runs. attention_implementation: of
+    attention; another where "native" leaves that over KV of 8 bits to XLA. quantization: of the
+    matrices. kv_cache_dtype: of keys and values. weight_bytes: of all weights as they are served.
     """
 
     num_running: int
@@ -50,6 +50,7 @@ class Snapshot:
     cache: CacheUsage
     stats: EngineStats
     implementation: str
+    attention_implementation: str
     quantization: str | None
     kv_cache_dtype: str
     weight_bytes: int

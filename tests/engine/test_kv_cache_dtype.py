@@ -16,6 +16,7 @@ from jpaged.errors import ConfigError
 from jpaged.models.attend import dense_attend, turn
 from jpaged.models.forward import bind
 from jpaged.models.prepare import prepare
+from jpaged.native import attention as native
 from tests.engine.test_llm import PROMPTS, tiny_params
 from tests.models.test_model_config import LLAMA
 from tests.native.kernels import load_or_skip
@@ -134,6 +135,34 @@ def test_with_native_products_attention_is_xlas_and_one_line_says_so(caplog):
     config = EngineConfig.from_options(kv_cache_dtype="int8")
     assert implementation.resolve(config, device=jax.devices()[0]).implementation == "native"
     assert caplog.text.count("the native one reads no KV of 8 bits") == 1
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "auto"])
+@pytest.mark.parametrize("chosen", ["xla", "native", "pallas"])
+def test_the_attention_that_runs_is_told(name, chosen):
+    """In the log and in the engine's stats, whatever products are."""
+    config = EngineConfig.from_options(kv_cache_dtype=name, implementation=chosen)
+    is_left_to_xla = chosen == "native" and name not in ("auto", "bfloat16")
+    wanted = "xla" if is_left_to_xla else chosen
+    assert config.attention_implementation == wanted
+    said = implementation.describe(config, jax.devices()[0]).removesuffix(", interpreted")
+    assert said == (f"{chosen}, of attention {wanted}" if is_left_to_xla else chosen)
+
+
+def test_an_engine_tells_which_attention_it_runs(monkeypatch, caplog):
+    """What its programs ask for, beside what it says that they do."""
+    load_or_skip()
+    caplog.set_level("INFO", logger="jpaged")
+    asked = []
+    monkeypatch.setattr(native, "attend", lambda q, *_, **options: asked.append(options) or q)
+    for name in ("fp8", "auto"):
+        with LLM(CONFIG, params=tiny_params(CONFIG, 0), kv_cache_dtype=name, **OPTIONS) as llm:
+            llm.generate([PROMPTS[0]], SamplingParams(max_tokens=1), use_tqdm=False)
+            told = llm.snapshot()
+        assert told.implementation == "native"
+        assert told.attention_implementation == ("native" if asked else "xla")
+        assert bool(asked) == (name == "auto")
+    assert "kernels are native, of attention xla" in caplog.text
 
 
 def test_native_attention_that_is_asked_for_is_refused():
