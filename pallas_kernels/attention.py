@@ -67,7 +67,8 @@ class Softmax(NamedTuple):
 
     peak: jax.Array  # f32[rows], in bits
     total: jax.Array  # f32[rows]
-    value: tuple[jax.Array, ...]  # f32[rows width] each, in pieces
+    value: tuple[jax.Array, ...]  # f32[rows width] each, in pieces, in units
+    unit: jax.Array | None  # f32[rows], a power of two not far below the largest weighted scale
 
 
 def make_cache(
@@ -153,13 +154,19 @@ def first_visible(position: jax.Array, rule: Rule) -> jax.Array:
     return jnp.maximum(position - (rule.window - 1), 0)
 
 
-def empty_softmax(queries: Queries) -> Softmax:
-    """The softmax of no keys."""
+def empty_softmax(queries: Queries, cache: Cache) -> Softmax:
+    """The softmax of no keys.
+
+    Weights times the scales of values may be too large for float16, or too small: then there is
+    a unit.
+    """
     rows = queries.position.shape
+    has_unit = _is_by_token(cache.v_scale) and queries.pieces[0].dtype == jnp.float16
     return Softmax(
         peak=jnp.full(rows, LOWEST, jnp.float32),
         total=jnp.zeros(rows, jnp.float32),
         value=tuple(jnp.zeros(x.shape, jnp.float32) for x in queries.pieces),
+        unit=jnp.zeros(rows, jnp.float32) if has_unit else None,
     )
 
 
@@ -207,18 +214,22 @@ def add_tile(
     decay = jnp.exp2(softmax.peak - peak)
     total = softmax.total * decay + jnp.sum(weights, axis=1)
 
-    dtype = queries.pieces[0].dtype
+    unit = softmax.unit
     if _is_by_token(cache.v_scale):
         weights *= _read_scale(cache.v_scale, slots, head)[None, :]
-        # Weights are at most 1; times a scale they may be too small for float16, or too large.
-        dtype = jnp.dtype(jnp.bfloat16) if dtype == jnp.float16 else dtype
-    v = _read(cache.v, slots, head, queries, dtype, rule)
-    weights = weights.astype(dtype)
+    if unit is not None:
+        old_unit = unit * decay
+        unit = _power_of_two(jnp.maximum(old_unit, jnp.max(weights, axis=1)))
+        inverse = _inverse(unit)
+        weights *= inverse[:, None]
+        decay = old_unit * inverse
+    weights = weights.astype(queries.pieces[0].dtype)
+    v = _read(cache.v, slots, head, queries, rule)
     value = (
         sums * decay[:, None] + _dot(weights, x, contract=0)
         for sums, x in zip(softmax.value, v, strict=True)
     )
-    return Softmax(peak, total, tuple(value))
+    return Softmax(peak, total, tuple(value), unit)
 
 
 def finish(
@@ -232,8 +243,10 @@ def finish(
         sink: f32[rows] or None, a score per query that has a weight and no value.
         rule: see `Rule`.
     """
-    peak, total, value = softmax
+    peak, total, value, unit = softmax
     factor = _decode_factor(len(value), rule)
+    if unit is not None:
+        factor *= unit
     if cache.v_scale is not None and not _is_by_token(cache.v_scale):
         factor *= cache.v_scale[0]
     if sink is not None:
@@ -242,7 +255,7 @@ def finish(
         decay = jnp.exp2(peak - new_peak)
         total = total * decay + jnp.exp2(sink - new_peak)
         factor *= decay
-    factor *= jnp.where(total > 0, 1 / total, 0)
+    factor *= _inverse(total)
     return tuple(x * factor[:, None] for x in value)
 
 
@@ -262,15 +275,23 @@ def _fit_float16(pieces: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
     """
     wide = [x.astype(jnp.float32) for x in pieces]
     largest = ft.reduce(jnp.maximum, (jnp.max(jnp.abs(x), axis=1) for x in wide))
-    exponent = lax.bitcast_convert_type(largest, jnp.int32) & 0x7F800000
-    factor = lax.bitcast_convert_type(exponent, jnp.float32)
-    inverse = jnp.where(factor > 0, 1 / factor, 0)
-    return [x * inverse[:, None] for x in wide], factor
+    factor = _power_of_two(largest)
+    return [x * _inverse(factor)[:, None] for x in wide], factor
+
+
+def _power_of_two(x: jax.Array) -> jax.Array:
+    """The largest one up to x, of a float32 that is not negative; 0 of what is below all normal."""
+    exponent = lax.bitcast_convert_type(x, jnp.int32) & 0x7F800000
+    return lax.bitcast_convert_type(exponent, jnp.float32)
+
+
+def _inverse(x: jax.Array) -> jax.Array:
+    return jnp.where(x > 0, 1 / x, 0)
 
 
 def _scores(queries: Queries, slots: Slots, cache: Cache, head: jax.Array, rule: Rule) -> jax.Array:
     """f32[rows tile_kv], in bits, before any mask."""
-    k = _read(cache.k, slots, head, queries, queries.pieces[0].dtype, rule)
+    k = _read(cache.k, slots, head, queries, rule)
     products = (_dot(x, y, contract=1) for x, y in zip(queries.pieces, k, strict=True))
     scores = ft.reduce(jnp.add, products)
     factor = rule.scale * LOG2_E if rule.soft_cap is None else rule.scale / rule.soft_cap
@@ -289,13 +310,13 @@ def _scores(queries: Queries, slots: Slots, cache: Cache, head: jax.Array, rule:
 
 
 def _read(
-    pool: Any, slots: Slots, head: jax.Array, queries: Queries, dtype: Any, rule: Rule
+    pool: Any, slots: Slots, head: jax.Array, queries: Queries, rule: Rule
 ) -> tuple[jax.Array, ...]:
-    """[tile_kv width] of one head in pieces like the queries', short of `_decode_factor`.
+    """[tile_kv width] of one head, in pieces and in a type like the queries'.
 
-    Zeros where nobody looks, and behind the head dim.
+    Short of `_decode_factor`. Zeros where nobody looks, and behind the head dim.
     """
-    width = queries.pieces[0].shape[1]
+    (_, width), dtype = queries.pieces[0].shape, queries.pieces[0].dtype
     column = lax.iota(jnp.int32, width)
     mask = slots.is_live[:, None]
     if width != pool.shape[3]:
@@ -303,15 +324,10 @@ def _read(
     at = pool.at[slots.block_id[:, None], slots.offset[:, None], head, column[None, :]]
     stored = pltriton.load(at, mask=mask, other=0)
     if len(queries.pieces) > 1:
-        return tuple(_cast(x, dtype) for x in words.decode(stored, rule.kv_dtype))
+        return tuple(x.astype(dtype) for x in words.decode(stored, rule.kv_dtype))
     if rule.kv_dtype in float8.FORMATS:
         return (float8.decode(stored, rule.kv_dtype, dtype),)
     return (stored.astype(dtype),)
-
-
-def _cast(half: jax.Array, dtype: Any) -> jax.Array:
-    """float16 to another type, where Triton knows no way from it to bfloat16."""
-    return half if dtype == jnp.float16 else half.astype(jnp.float32).astype(dtype)
 
 
 def _decode_factor(num: int, rule: Rule) -> float:

@@ -269,7 +269,7 @@ def _attend(
         )
         return attention.add_tile(softmax, queries, slots, cache, kv_head, work.rule)
 
-    return lax.fori_loop(begin, end, add, attention.empty_softmax(queries))
+    return lax.fori_loop(begin, end, add, attention.empty_softmax(queries, cache))
 
 
 def _merge(partials: _Partials, sinks: jax.Array | None) -> jax.Array:

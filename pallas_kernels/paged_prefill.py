@@ -213,7 +213,7 @@ def _kernel(
         first // tiling.tile_kv,
         (last + tiling.tile_kv) // tiling.tile_kv,
         add_tile,
-        attention.empty_softmax(queries),
+        attention.empty_softmax(queries, cache),
     )
     sink = None
     if sinks_ref is not None:

@@ -128,7 +128,7 @@ def judge_shared(case: shared.Case, interpret: bool) -> tuple[Any, Any, Any]:
     inputs = shared.draw(case)
     got = shared.run(case.program, inputs, implementation="pallas", is_careful=True)
     wanted = shared.expected(case.program, inputs)
-    tolerance = case.program.tolerance("pallas")
+    tolerance = case.program.tolerance
     return got, wanted, tolerance["atol"] + tolerance["rtol"] * np.abs(wanted)
 
 

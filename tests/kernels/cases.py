@@ -8,7 +8,7 @@ blocks past a row's own, or, for those who read a table with care, blocks that d
         inputs = draw(case)
         got = run(case.program, inputs, implementation="pallas", is_careful=True)
         wanted = expected(case.program, inputs)
-        check(case.program, wanted, got, case.name, implementation="pallas")
+        check(case.program, wanted, got, case.name)
 """
 
 import dataclasses
@@ -74,15 +74,13 @@ class Program:
         scale = self.heads[2] ** -0.5 if self.scale is None else self.scale
         return {"scale": scale, "window": self.window, "soft_cap": self.soft_cap}
 
-    def tolerance(self, implementation: str = "xla") -> dict[str, float]:
+    @property
+    def tolerance(self) -> dict[str, float]:
         """That of the coarsest type in which something is multiplied.
 
-        Numbers of 8 bits are multiplied in the queries' type; but the kernels multiply weights
-        times scales as bfloat16, if not as float32: float16 has not the range.
+        Numbers of 8 bits are multiplied in the queries' type.
         """
         types = {self.dtype, self.stored} & set(TOLERANCE)
-        if implementation == "pallas" and self.scales == "token_head" and self.dtype == "float16":
-            types.add("bfloat16")
         return max((TOLERANCE[x] for x in types), key=lambda tolerance: tolerance["rtol"])
 
 
@@ -422,9 +420,7 @@ def expected(program: Program, inputs: Inputs) -> np.ndarray:
     )
 
 
-def check(
-    program: Program, wanted: np.ndarray, got: np.ndarray, name: str = "", *, implementation: str
-) -> None:
+def check(program: Program, wanted: np.ndarray, got: np.ndarray, name: str = "") -> None:
     """Raises AssertionError, with the name and the worst numbers, if a result is not `expected`."""
-    tolerance = program.tolerance(implementation)
-    np.testing.assert_allclose(np.asarray(got, np.float64), wanted, **tolerance, err_msg=name)
+    got = np.asarray(got, np.float64)
+    np.testing.assert_allclose(got, wanted, **program.tolerance, err_msg=name)

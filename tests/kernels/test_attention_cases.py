@@ -58,13 +58,7 @@ def judge(form: str, case: Case) -> None:
     if options["implementation"] == "native":
         load_or_skip()
     got = cases.run(case.program, cases.draw(case), **options)
-    cases.check(
-        case.program,
-        expected_of(case),
-        got,
-        f"{form}, {case.name}",
-        implementation=options["implementation"],
-    )
+    cases.check(case.program, expected_of(case), got, f"{form}, {case.name}")
 
 
 @pytest.mark.parametrize(("form", "program"), ALL, ids=ids(ALL))
@@ -130,4 +124,4 @@ def test_a_wrong_result_is_seen(form):
     options = FORMS[form].options
     got = cases.run(case.program, inputs, **options)
     with pytest.raises(AssertionError, match="Mismatched elements: 144 /"):  # 6 heads of 24
-        cases.check(case.program, expected_of(case), got, implementation=options["implementation"])
+        cases.check(case.program, expected_of(case), got)

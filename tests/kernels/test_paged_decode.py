@@ -154,6 +154,40 @@ def test_words_of_8_bits_and_numbers_beyond_float16(q_dtype, kv_dtype, is_by_tok
     np.testing.assert_allclose(got, want, atol=tolerance * np.abs(want).max())
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize(
+    ("q_dtype", "size"), [("float16", 1.0), ("bfloat16", 1e-12), ("bfloat16", 1e12)]
+)
+def test_scales_of_values_of_any_size_cost_no_precision(q_dtype, size, kv_dtype):
+    # No more than the rounding of weights, and of the result, to the type of queries.
+    q, *pools, table, contexts = draw(6, 2, 80, contexts=(0, 1, 2, 3, 33), seed=5)
+    codes = [as_8_bits(pool, kv_dtype) for pool in pools]
+    rng = np.random.default_rng(6)
+    k_scale = np.full(codes[0].shape[:3], 0.01, np.float32)
+    v_scale = (size * 10.0 ** rng.uniform(-4, -2, k_scale.shape)).astype(np.float32)
+    q = np.asarray(jnp.asarray(q, q_dtype))
+    got = decode(
+        q,
+        *(x.view(np.int8 if kv_dtype == "int8" else np.uint8) for x in codes),
+        table,
+        contexts,
+        kv_dtype=kv_dtype,
+        tiling=with_splits(2),
+        scale=0.3,
+        k_scale=jnp.asarray(k_scale),
+        v_scale=jnp.asarray(v_scale),
+    ).astype(np.float64)
+    k, v = (
+        x.astype(np.float64) * scale[..., None]
+        for x, scale in zip(codes, (k_scale, v_scale), strict=True)
+    )
+    q = q.astype(np.float64)
+    want, size_of_terms = (expect(q, k, x, table, contexts, scale=0.3) for x in (v, np.abs(v)))
+    unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8}[q_dtype]
+    bound = unit * (1.01 * np.abs(want) + size_of_terms) + 1e-30
+    np.testing.assert_array_less(np.abs(got - want), bound)
+
+
 @pytest.mark.parametrize("window", [None, 1, 16, 50])
 @pytest.mark.parametrize("num_splits", [1, 2, 5, 40])
 def test_splits_share_what_is_visible_evenly(window, num_splits):
