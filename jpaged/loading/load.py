@@ -131,8 +131,8 @@ def _refuse_quantized(path: Path, config: Mapping[str, Any]) -> None:
         method = found[0].get("quant_method", "unknown")
         if found[0].get("kv_cache_scheme") and not found[0].get("config_groups"):
             raise UnsupportedModelError(
-                f"{path} has scales for keys and values of 8 bits ({method}'s kv_cache_scheme), which "
-                "are not read yet; use the checkpoint without them, and perhaps "
+                f"{path} has scales for keys and values of 8 bits ({method}'s kv_cache_scheme), "
+                "which are not read yet; use the checkpoint without them, and perhaps "
                 'kv_cache_dtype="fp8_per_token_head", which finds scales by itself'
             )
         raise UnsupportedModelError(
