@@ -21,10 +21,13 @@ are done are left out unless they are named. Ends with 1 if a part failed or a k
 """
 
 import argparse
+import contextlib
 import functools as ft
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -58,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=SECONDS_OF, metavar="PART", help="these parts")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes; on a CPU, interpreted")
-    parser.add_argument("--out", type=Path, help="the results' file (default: by date and version)")
+    parser.add_argument("--out", type=Path, help="the results' file (default: by date)")
     parser.add_argument(
         "--seconds", type=float, default=SECONDS, help=f"of all (default {SECONDS})"
     )
@@ -103,16 +106,27 @@ def run_child(part: str, path: Path, seconds: float, *, is_smoke: bool) -> tuple
     if part not in ("step", "generate"):  # others' libraries need memory beside JAX
         environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     start = time.monotonic()
-    try:
-        done = subprocess.run(
-            command, stderr=subprocess.PIPE, text=True, env=environment, timeout=seconds
-        )
-    except subprocess.TimeoutExpired:
-        return "it took too long", time.monotonic() - start
+    with tempfile.TemporaryFile("w+") as said:  # a pipe stays open while any child of its has it
+        process = subprocess.Popen(command, stderr=said, env=environment, process_group=0)
+        try:
+            code = process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return "it took too long", time.monotonic() - start
+        finally:
+            _end_group(process)
+        said.seek(0)
+        told = said.read()[-1500:]
     took = time.monotonic() - start
-    if done.returncode == OUT_OF_TIME:
+    if code == OUT_OF_TIME:
         return "no time left for the rest", took
-    return f"ended with {done.returncode}: {done.stderr[-1500:]}" if done.returncode else None, took
+    return f"ended with {code}: {told}" if code else None, took
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process and all that it began: torch compiles in processes of its own."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def run_part(part: str, results: Results, *, is_smoke: bool, seconds: float) -> int:

@@ -4,6 +4,7 @@ A case tells the largest error as a share of what rounding may do; above 1 it is
 NaN where nobody looks, and tables ids that are nowhere.
 """
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -51,7 +52,8 @@ def judged(name: str, judge: Judge, *, interpret: bool) -> dict[str, Any]:
     except Exception as error:  # others may run
         return {"case": name, "is_right": False, "error": reason(error)}
     worst = max(shares)
-    return {"case": name, "is_right": bool(worst <= 1), "of_bound": rounded(worst)}
+    told = rounded(worst) if math.isfinite(worst) else None  # JSON has no infinity
+    return {"case": name, "is_right": bool(worst <= 1), "of_bound": told}
 
 
 def _worst(got: np.ndarray, wanted: np.ndarray, bound: np.ndarray) -> float:

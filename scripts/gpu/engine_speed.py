@@ -99,7 +99,8 @@ def _transformers(case: tuple[str, int, int, int], budget: Budget) -> float | st
                 command, check=True, capture_output=True, text=True, timeout=max(budget.left, 1)
             )
         except subprocess.CalledProcessError as error:
-            return error.stderr.strip().splitlines()[-1][:300]
+            said = error.stderr.strip().splitlines() or [f"ended with {error.returncode}"]
+            return said[-1][:300]
         except subprocess.TimeoutExpired:
             return "no time left"
     return rounded(num_rows * num_new / json.loads(done.stdout.splitlines()[-1])["seconds"])

@@ -7,6 +7,7 @@ launches overlap with the device's work, as they do in a step, and no compiler c
 import dataclasses
 import functools as ft
 import importlib.metadata
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -144,18 +145,23 @@ class Device:
 def measure_device(effort: Effort) -> dict[str, Any]:
     """The device, what it reaches, and the versions of what runs on it."""
     kind = jax.devices()[0].device_kind
-    return {
-        "kind": kind,
-        "copy_gb_per_s": rounded(copy_bandwidth(effort) / 1e9),
-        "bf16_tflop_per_s": rounded(matmul_rate(effort) / 1e12),
-        "data_sheet": peaks(kind),
-        "versions": versions(),
+    told: dict[str, Any] = {"kind": kind, "data_sheet": peaks(kind), "versions": versions()}
+    measures = {
+        "copy_gb_per_s": lambda: copy_bandwidth(effort) / 1e9,
+        "bf16_tflop_per_s": lambda: matmul_rate(effort) / 1e12,
     }
+    for name, measure in measures.items():
+        try:
+            told[name] = rounded(measure())
+        except Exception as error:  # the other parts can do without
+            told["error"] = reason(error)
+    return told
 
 
 def device_of(told: dict[str, Any]) -> Device:
-    """What `measure_device` told; its data sheet in the place of a figure that is missing."""
-    sheet = told["data_sheet"] or {"gb_per_s": 0, "bf16_tflop_per_s": 0}
+    """What `measure_device` told; its data sheet in the place of a figure that is missing, and of
+    that one infinity: times are told, and shares are 0."""
+    sheet = told["data_sheet"] or {"gb_per_s": math.inf, "bf16_tflop_per_s": math.inf}
     gb = told.get("copy_gb_per_s") or sheet["gb_per_s"]
     tflop = told.get("bf16_tflop_per_s") or sheet["bf16_tflop_per_s"]
     return Device(gb * 1e9, tflop * 1e12)

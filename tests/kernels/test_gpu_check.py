@@ -110,6 +110,23 @@ def test_generate_is_beside_transformers(
     assert "times_as_fast_as" not in row
 
 
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("raise ModuleNotFoundError('no torch')", "ModuleNotFoundError: no torch"),
+        ("import os; os._exit(9)", "ended with 9"),  # as one that is killed, without a word
+    ],
+)
+def test_transformers_that_can_not_run_say_why(
+    scripts, measuring: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code, told
+):
+    engine_speed = importlib.import_module("gpu.engine_speed")
+    script = tmp_path / "hf_generate.py"
+    script.write_text(code)
+    monkeypatch.setattr(engine_speed, "HF_GENERATE", script)
+    assert engine_speed._transformers(("tiny", 2, 16, 8), measuring.Budget(60)) == told
+
+
 def test_kernels_are_judged(gpu_check: ModuleType, results):
     rows = rows_of(gpu_check, results, "correct")
     assert [row["case"].split(":")[0] for row in rows] == [
@@ -143,6 +160,9 @@ def test_what_is_wrong_is_told():
     assert not told(got=np.nan)["is_right"]
     assert not told(bound=0.0)["is_right"]
     assert "TypeError" in told(nothing=1)["error"]
+    assert json.dumps(told(got=np.nan)) == json.dumps(
+        {"case": "a", "is_right": False, "of_bound": None}
+    )
     wrong_shape = lambda interpret: (np.zeros(2), np.zeros(3), np.zeros(3))  # noqa: E731
     assert not correctness.judged("a", wrong_shape, interpret=True)["is_right"]
 
@@ -170,6 +190,24 @@ def test_the_device_is_measured(gpu_check: ModuleType, measuring: ModuleType, re
     assert measuring.device_of(sheet) == measuring.Device(4.8e12, 989e12)
     assert measuring.peaks("NVIDIA A100-SXM4-80GB")["gb_per_s"] == 2039
     assert measuring.peaks("cpu") is None
+
+
+def test_what_can_not_be_measured_of_a_device_is_told(
+    measuring: ModuleType, monkeypatch: pytest.MonkeyPatch
+):
+    """The data sheet stands in; where there is none shares are 0, and times are told all the same."""
+
+    def fail(effort):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(measuring, "copy_bandwidth", fail)
+    told = measuring.measure_device(measuring.Effort.smoke())
+    assert told["error"] == "RuntimeError: no memory"
+    assert told["bf16_tflop_per_s"] > 0
+    figures = measuring.device_of(told).figures(1.0, num_bytes=1e9)
+    assert (figures["us"], figures["gb_per_s"], figures["of_copy"]) == (1e6, 1.0, 0.0)
+    sheet = told | {"data_sheet": measuring.peaks("NVIDIA H200")}
+    assert measuring.device_of(sheet).bytes_per_second == 4.8e12
 
 
 def test_calls_follow_each_other(measuring: ModuleType):
@@ -222,6 +260,26 @@ def test_a_wrong_kernel_or_a_broken_part_fails_the_check(gpu_check: ModuleType, 
     results.add("decode", {"case": "c", "error": "illegal address"})
     results.finish("decode", 1.0)
     assert not gpu_check.is_good(results, ["decode"])
+
+
+def test_a_part_that_takes_too_long_is_ended_with_all_that_it_began(
+    gpu_check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A process of its own, as torch has them to compile, must not hold the next part up."""
+    began = tmp_path / "began"
+    script = tmp_path / "part.py"
+    child = f"import time, os; open({str(began)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    script.write_text(
+        f"import subprocess, sys, time\n"
+        f"subprocess.Popen([sys.executable, '-c', {child!r}])\n"
+        f"time.sleep(60)\n"
+    )
+    monkeypatch.setattr(gpu_check, "__file__", str(script))
+    error, took = gpu_check.run_child("pool", tmp_path / "results.json", 5, is_smoke=True)
+    assert error == "it took too long"
+    assert took < 30
+    status = Path(f"/proc/{began.read_text()}/status")
+    assert not status.exists() or "State:\tZ" in status.read_text()
 
 
 def test_a_part_that_breaks_says_why(gpu_check: ModuleType, tmp_path: Path):
