@@ -132,6 +132,7 @@ def _plan(
     width = tilings.power_of_two(shape.C)
     itemsize = attention.product_dtype(q_dtype, rule.kv_dtype).itemsize
     rows = tilings.decode_rows(shape.G, width=width, itemsize=itemsize)
+    kv_itemsize = jnp.dtype(STORAGE[rule.kv_dtype]).itemsize
     if tiling is None:
         context = shape.M * shape.S
         tiling = tilings.decode_tiling(
@@ -140,13 +141,14 @@ def _plan(
             rows=rows,
             width=width,
             itemsize=itemsize,
+            kv_itemsize=kv_itemsize,
             gpu=gpu,
         )
     tilings.check_decode(
         tiling,
         rows=rows,
         width=width,
-        kv_itemsize=jnp.dtype(STORAGE[rule.kv_dtype]).itemsize,
+        kv_itemsize=kv_itemsize,
         itemsize=itemsize,
         gpu=gpu,
     )

@@ -196,8 +196,20 @@ def decode_rows(group: int, *, width: int, itemsize: int) -> int:
     return min(power_of_two(group), max(MIN_TILE, min(most_numbers // width, MAX_ROWS)))
 
 
+# Numbers of 16 bits that are widened to be multiplied without tensor cores take registers: tile_kv
+# and num_stages of those tilings that spill none (jax 0.10.2), by the head dim, padded.
+_DECODE_WIDENED = {64: (32, 2), 128: (16, 5), 256: (32, 1)}
+
+
 def decode_tiling(
-    *, num_programs: int, max_visible: int, rows: int, width: int, itemsize: int, gpu: Gpu
+    *,
+    num_programs: int,
+    max_visible: int,
+    rows: int,
+    width: int,
+    itemsize: int,
+    kv_itemsize: int,
+    gpu: Gpu,
 ) -> DecodeTiling:
     """The tiling of a decode.
 
@@ -207,22 +219,25 @@ def decode_tiling(
         rows: query heads of a program, padded.
         width: the head dim, padded.
         itemsize: bytes of the type that queries, keys and values are multiplied in.
+        kv_itemsize: bytes of a number in the cache.
         gpu: compiled for.
     """
     # Two buffers of 16 KiB of keys and as many values: two or three programs per processor.
-    tile_kv = 16 * KIB // (width * itemsize)
+    tile_kv, num_stages = 16 * KIB // (width * itemsize), 5
+    if (itemsize, kv_itemsize) == (4, 2):
+        tile_kv, num_stages = _DECODE_WIDENED[max(width, 64)]
     tile_kv = min(max(tile_kv, MIN_TILE), 128, power_of_two(max_visible))
     ahead = DecodeTiling(
         tile_kv=tile_kv,
         num_splits=_num_splits(num_programs, -(-max_visible // tile_kv), gpu),
         # Sums of 64 rows, or of any where no tensor core makes them, are too many for four warps.
         num_warps=8 if rows == MAX_ROWS or itemsize == 4 else 4,
-        num_stages=5,
+        num_stages=num_stages,
     )
     sizes = {"rows": rows, "width": width, "itemsize": itemsize, "kv_itemsize": itemsize}
     if decode_shared_memory(ahead, **sizes) <= gpu.shared_memory:
         return ahead
-    return replace(ahead, num_stages=2)
+    return replace(ahead, num_stages=min(num_stages, 2))
 
 
 def _num_splits(num_programs: int, num_tiles: int, gpu: Gpu) -> int:
@@ -288,14 +303,15 @@ _PREFILL_HOPPER = {
     (256, False): (128, 32, 8, 5),
     (256, True): (64, 32, 8, 5),
 }
-# float32 is multiplied number by number: tensor cores would round it to 11 bits.
-_PREFILL_FLOAT32 = {  # by width and whether the cache is of another type; the last one spills
+# float32 is multiplied number by number: tensor cores would round it to 11 bits. The last tiling has
+# no registers left to read ahead.
+_PREFILL_FLOAT32 = {  # by width and whether the cache is of another type
     (64, False): (64, 16, 8, 2),
     (64, True): (16, 16, 8, 2),
     (128, False): (64, 16, 8, 2),
     (128, True): (16, 16, 8, 2),
     (256, False): (32, 16, 8, 2),
-    (256, True): (16, 16, 8, 2),
+    (256, True): (32, 16, 8, 1),
 }
 
 

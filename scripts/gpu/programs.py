@@ -81,6 +81,11 @@ class AttentionCase:
         return self.kv_dtype or self.dtype
 
     @property
+    def is_widened(self) -> bool:
+        """Whether the cache's numbers become float32 to be multiplied."""
+        return "float32" in (self.dtype, self.stored) and self.dtype != self.stored
+
+    @property
     def pool(self) -> jax.ShapeDtypeStruct:
         """K or V, `[N S K C]`."""
         block = (self.block_size, self.num_kv_heads, self.head_dim)
@@ -127,15 +132,21 @@ def attention_program(case: AttentionCase) -> Program:
         args=(q, pool, pool, arrays),
         cache_bytes=pool.size * pool.dtype.itemsize,
         multiplies="float32" not in (case.dtype, case.stored),
+        copies_ahead=not (case.is_widened and case.head_dim > 128),
     )
 
 
 HEAD_DIMS = (64, 80, 96, 112, 192, 256)
 _ALL = {"window": 1024, "soft_cap": 50.0, "has_sinks": True}
+_WIDENED = {"dtype": "float32", "kv_dtype": "bfloat16", "head_dim": 256}
 VARIANTS: dict[str, dict[str, Any]] = {
     "bfloat16": {},
     "float16": {"dtype": "float16"},
     "float32": {"dtype": "float32"},
+    "float32 over bfloat16": {"dtype": "float32", "kv_dtype": "bfloat16"},
+    "float32 over bfloat16, head dim 256": _WIDENED,
+    "float32 over bfloat16, all": {**_WIDENED, "head_dim": 192, **_ALL},
+    "float32 over int8, scales": {**_WIDENED, "kv_dtype": "int8", "scales": "each"},
     **{f"head dim {dim}": {"head_dim": dim} for dim in HEAD_DIMS},
     "no group": {"num_kv_heads": 32},
     "group of 7": {"num_heads": 28, "num_kv_heads": 4},

@@ -96,8 +96,10 @@ def test_every_choice_fits_its_gpu(gpu):
     for group, width, itemsize in itertools.product((1, 17, 71), (16, 64, 128, 256), (2, 4)):
         rows = decode_rows(group, width=width, itemsize=itemsize)
         sizes = {"rows": rows, "width": width, "itemsize": itemsize, "gpu": gpu}
-        tiling = decode_tiling(num_programs=64, max_visible=4096, **sizes)
-        check_decode(tiling, kv_itemsize=itemsize, **sizes)
+        for kv_itemsize in (1, 2, 4):
+            sizes["kv_itemsize"] = kv_itemsize
+            tiling = decode_tiling(num_programs=64, max_visible=4096, **sizes)
+            check_decode(tiling, **sizes)
 
 
 # The same of prefill: tiling, width and bytes of what is multiplied.
@@ -142,7 +144,13 @@ def test_large_groups_are_cut_into_what_registers_hold():
 
 def choose(*, num_programs, max_visible, gpu=H200):
     return decode_tiling(
-        num_programs=num_programs, max_visible=max_visible, rows=16, width=128, itemsize=2, gpu=gpu
+        num_programs=num_programs,
+        max_visible=max_visible,
+        rows=16,
+        width=128,
+        itemsize=2,
+        kv_itemsize=2,
+        gpu=gpu,
     )
 
 
