@@ -23,6 +23,7 @@ from pallas_kernels import attention
 from pallas_kernels import tiling as tilings
 from pallas_kernels.attention import LOG2_E, LOWEST, Cache, Rule
 from pallas_kernels.checks import STORAGE, AttentionShape, check_attention
+from pallas_kernels.gpus import current_gpu
 from pallas_kernels.tiling import DecodeTiling
 
 
@@ -128,7 +129,7 @@ class _Partials(NamedTuple):
 def _plan(
     shape: AttentionShape, rule: Rule, q_dtype: jnp.dtype, tiling: DecodeTiling | None
 ) -> _Work:
-    gpu = tilings.current_gpu()
+    gpu = current_gpu()
     width = tilings.power_of_two(shape.C)
     itemsize = attention.product_dtype(q_dtype, rule.kv_dtype).itemsize
     rows = tilings.decode_rows(shape.G, width=width, itemsize=itemsize)

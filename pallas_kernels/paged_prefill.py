@@ -21,10 +21,10 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels import attention
 from pallas_kernels.attention import Cache, Rule
 from pallas_kernels.checks import AttentionShape, check_attention, check_query_start_loc
+from pallas_kernels.gpus import current_gpu
 from pallas_kernels.tiling import (
     PrefillTiling,
     check_prefill,
-    current_gpu,
     power_of_two,
     prefill_tiling,
 )

@@ -20,8 +20,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import float8, quant_weight
+from pallas_kernels.gpus import current_gpu
 from pallas_kernels.quant_weight import HALF, INT4_MIDDLE, RUN, QuantWeight
-from pallas_kernels.tiling import MatmulTiling, choose_matmul, current_gpu, power_of_two
+from pallas_kernels.tiling import MatmulTiling, choose_matmul, power_of_two
 
 X_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 

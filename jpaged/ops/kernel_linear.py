@@ -59,7 +59,7 @@ def _multiply(
     weight: KernelWeight, x: Float[Array, "T D"], dtype: DTypeLike, *, by_row: bool
 ) -> Float[Array, "T F"]:
     # Pallas takes long to import, and most who have a CPU do without.
-    from pallas_kernels import quant_matmul, tiling
+    from pallas_kernels import gpus, quant_matmul, tiling
     from pallas_kernels.quant_weight import QuantWeight
 
     quantized = QuantWeight(
@@ -81,7 +81,7 @@ def _multiply(
             itemsize=x.dtype.itemsize,
             bits=8 if weight.leasts is None else 4,
             group=GROUP,
-            gpu=tiling.current_gpu(),
+            gpu=gpus.current_gpu(),
         )
         tiles = dataclasses.replace(tiles, num_splits=1)
     return quant_matmul.quant_matmul(

@@ -195,7 +195,7 @@ def test_the_device_is_measured(gpu_check: ModuleType, measuring: ModuleType, re
 def test_what_can_not_be_measured_of_a_device_is_told(
     measuring: ModuleType, monkeypatch: pytest.MonkeyPatch
 ):
-    """The data sheet stands in; where there is none shares are 0, and times are told all the same."""
+    """The data sheet stands in; where there is none shares are 0, and times are told even so."""
 
     def fail(effort):
         raise RuntimeError("no memory")

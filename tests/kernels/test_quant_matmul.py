@@ -9,9 +9,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from pallas_kernels.gpus import gpu_of
 from pallas_kernels.quant_matmul import quant_matmul
 from pallas_kernels.quant_weight import QuantWeight, dequantize, pack_int4, pad_inputs, unpack_int4
-from pallas_kernels.tiling import MatmulTiling, choose_matmul, gpu_of
+from pallas_kernels.tiling import MatmulTiling, choose_matmul
 from tests.oracles import quantized
 
 ROUNDING = 2.0**-21  # of a sum in float32, to the sum of what is added in size
