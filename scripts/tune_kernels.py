@@ -1,7 +1,7 @@
 """Measures the kernels in many tilings, and prints the best for `pallas_kernels/tiling.py`.
 
-    python scripts/tune_kernels.py decode prefill products --seconds 500
-    JAX_PLATFORMS=cpu python scripts/tune_kernels.py decode --smoke
+    PYTHONPATH=. python scripts/tune_kernels.py decode prefill products --seconds 500
+    PYTHONPATH=. JAX_PLATFORMS=cpu python scripts/tune_kernels.py decode --smoke
 
 For each case: how long the tiling takes that the kernel chooses by itself, and those that are
 faster, best first. A tiling that the device can not run is left out, and counted.
