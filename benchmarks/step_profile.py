@@ -84,20 +84,18 @@ def no_products() -> Any:
     return mock.patch("jpaged.native.matmul.multiply", repeat)
 
 
-def no_kv_write() -> Any:
-    return mock.patch("jpaged.models.attend.write_kv", lambda kv, *_: kv)
+def no_heads() -> Any:
+    def skip(kv: Any, heads: Any, *_: Any, **__: Any) -> Any:
+        return heads.normalized()[0], kv
 
-
-def no_rope() -> Any:
-    return mock.patch("jpaged.models.attend.apply_rope", lambda x, *_: x)
+    return mock.patch("jpaged.models.attend.take_heads", skip)
 
 
 LEFT_OUT: dict[str, Callable[[], Any]] = {
     "nothing": contextlib.nullcontext,
     "products": no_products,
     "attention": no_attention,
-    "KV write": no_kv_write,
-    "rope": no_rope,
+    "rope and KV write": no_heads,
 }
 
 

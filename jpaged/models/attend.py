@@ -1,8 +1,8 @@
 """Attention as a model sees it: a function given from outside, paged or dense.
 
-A layer hands over its queries, keys and values, and its KV if there is one; it gets the attended
-values and the KV back. Which tokens see which is not its business, and neither is when they are
-turned by RoPE: a kernel may do that while it writes them.
+A layer hands over its heads, and its KV if there is one; it gets the attended values and the KV
+back. Which tokens see which is not its business, and neither is when heads are normalized and
+turned: a kernel may do that while it writes them.
 """
 
 from typing import Protocol, runtime_checkable
@@ -12,30 +12,26 @@ import jax.numpy as jnp
 from jax import lax
 
 from jpaged.core.batch import Batch
-from jpaged.ops.kv_cache import LayerKV, turn_and_write_kv, write_kv
+from jpaged.ops.heads import Heads
+from jpaged.ops.kv_cache import LayerKV, take_heads
 from jpaged.ops.paged_attention import paged_attention
-from jpaged.ops.rope import Angles, apply_rope
 from jpaged.typing import Array, Bool, Float
 
 
 @runtime_checkable
 class AttendFn(Protocol):
-    """(queries, keys, values, kv) -> (attended values, kv)."""
+    """(heads, kv) -> (attended values, kv)."""
 
     def __call__(
         self,
-        q: Float[Array, "T H C"],
-        k: Float[Array, "T K C"],
-        v: Float[Array, "T K C"],
+        heads: Heads,
         kv: LayerKV | None,
         *,
-        angles: Angles | None,
         scale: float,
         window: int | None,
         soft_cap: float | None,
     ) -> tuple[Float[Array, "T H C"], LayerKV | None]:
-        """Queries and keys are turned by `angles`, if they are not yet. Scores are multiplied by
-        `scale`, then capped; a window counts the query's own token."""
+        """Scores are multiplied by `scale`, then capped; a window counts the query's own token."""
         ...
 
 
@@ -48,22 +44,15 @@ def paged_attend(
     """
 
     def attend(
-        q: Float[Array, "T H C"],
-        k: Float[Array, "T K C"],
-        v: Float[Array, "T K C"],
+        heads: Heads,
         kv: LayerKV | None,
         *,
-        angles: Angles | None,
         scale: float,
         window: int | None,
         soft_cap: float | None,
     ) -> tuple[Float[Array, "T H C"], LayerKV | None]:
         assert kv is not None, "a paged layer has KV"
-        if angles is not None and kv.has_kernels:
-            q, kv = turn_and_write_kv(kv, q, k, v, angles, batch.slot_mapping)
-        else:
-            q, k = turn(q, k, angles)
-            kv = write_kv(kv, k, v, batch.slot_mapping)
+        q, kv = take_heads(kv, heads, batch.slot_mapping, implementation=implementation)
         out = paged_attention(
             q,
             kv,
@@ -82,22 +71,10 @@ def paged_attend(
     return attend
 
 
-def turn(
-    q: Float[Array, "T H C"], k: Float[Array, "T K C"], angles: Angles | None
-) -> tuple[Float[Array, "T H C"], Float[Array, "T K C"]]:
-    """Queries and keys turned by their tokens' angles; as they are without angles."""
-    if angles is None:
-        return q, k
-    return apply_rope(q, *angles), apply_rope(k, *angles)
-
-
 def dense_attend(
-    q: Float[Array, "T H C"],
-    k: Float[Array, "T K C"],
-    v: Float[Array, "T K C"],
+    heads: Heads,
     kv: LayerKV | None = None,
     *,
-    angles: Angles | None = None,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
@@ -106,9 +83,9 @@ def dense_attend(
 
     Padding on the right needs no mask: no earlier token sees it. `kv` is passed through.
     """
+    q, k, v = heads.turned()
     T, H, C = q.shape
     K = k.shape[1]
-    q, k = turn(q, k, angles)
     q = q.reshape(T, K, H // K, C)
     scores_KGTT = scale * _einsum("tkgc,pkc->kgtp", q, k)
     if soft_cap is not None:

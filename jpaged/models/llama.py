@@ -13,11 +13,13 @@ from jax.typing import DTypeLike
 
 from jpaged.model_config import LayerConfig, ModelConfig
 from jpaged.models.attend import AttendFn
-from jpaged.ops.activation import ACTIVATIONS
+from jpaged.ops.activation import ACTIVATIONS, gate
+from jpaged.ops.heads import Heads
 from jpaged.ops.kv_cache import LayerKV
-from jpaged.ops.linear import add_linear, linear
+from jpaged.ops.linear import add_linear, gated_linear, linear
+from jpaged.ops.norm import RMSNorm
 from jpaged.ops.rope import Angles, rope_angles
-from jpaged.ops.rows import GatedRows, NormedRows, Rows, made
+from jpaged.ops.rows import NormedRows, Rows, made
 from jpaged.rope_config import RopeConfig
 from jpaged.typing import Array, Float, Int
 
@@ -47,6 +49,13 @@ class Linear(nnx.Module):
         y = y + jnp.broadcast_to(self.bias[...], y.shape)
         return y if residual is None else residual + y
 
+    def gated(self, rows: Rows, activation: str) -> Float[Array, "T F"]:
+        """activation(gate) * up of a fused weight of gates and ups, in the rows' dtype."""
+        if self.bias is not None:
+            return gate(self(rows), activation)
+        weight, by_row = self.weight.get_value(), self.row_invariant
+        return gated_linear(weight, rows, rows.dtype, activation, row_invariant=by_row)
+
 
 class Embedding(nnx.Module):
     """A table of one vector per token id; in the serving tree 16-bit floats lie there as bits."""
@@ -69,13 +78,17 @@ class Norm(nnx.Module):
         self.eps, self.row_invariant = config.rms_norm_eps, False
         self.is_offset = config.norm_offset
 
+    def rule(self) -> RMSNorm:
+        """For others to apply."""
+        return RMSNorm(self.weight[...], self.eps, self.is_offset, self.row_invariant)
+
     def rows(self, x: Float[Array, "*rows D"]) -> NormedRows:
         """Over the last axis, for a product to make."""
-        return NormedRows(x, self.weight[...], self.eps, self.is_offset, self.row_invariant)
+        return NormedRows(x, self.rule())
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         """Over the last axis, in x's dtype."""
-        return made(self.rows(x))
+        return self.rule()(x)
 
 
 class Attention(nnx.Module):
@@ -84,12 +97,12 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, layer: LayerConfig, *, fused: bool):
         self.config, self.layer = config, layer
         D, C = config.hidden_size, config.head_dim
-        self.widths = tuple(n * C for n in (config.num_heads, *(config.num_kv_heads,) * 2))
+        widths = tuple(n * C for n in (config.num_heads, *(config.num_kv_heads,) * 2))
         if fused:
-            self.qkv_proj = Linear(D, sum(self.widths), bias=config.qkv_bias, fused=True)
+            self.qkv_proj = Linear(D, sum(widths), bias=config.qkv_bias, fused=True)
         else:
             self.q_proj, self.k_proj, self.v_proj = (
-                Linear(D, width, bias=config.qkv_bias, fused=False) for width in self.widths
+                Linear(D, width, bias=config.qkv_bias, fused=False) for width in widths
             )
         self.o_proj = Linear(config.num_heads * C, D, bias=config.o_bias, fused=fused)
         self.q_norm = Norm(C, config) if config.qk_norm else None
@@ -106,27 +119,27 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "T D"], LayerKV | None]:
         """Attends T tokens; `angles` are those of the layer's rope, None if it has none."""
         T = len(rows)
-        q, k, v = (y.reshape(T, -1, self.config.head_dim) for y in self._qkv(rows))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        out, kv = attend(
-            q,
-            k,
-            v,
-            kv,
+        heads = Heads(
+            packed=self._qkv(rows).reshape(T, -1, self.config.head_dim),
+            num_kv_heads=self.config.num_kv_heads,
+            q_norm=None if self.q_norm is None else self.q_norm.rule(),
+            k_norm=None if self.k_norm is None else self.k_norm.rule(),
             angles=angles,
+        )
+        out, kv = attend(
+            heads,
+            kv,
             scale=self.config.attention_scale,
             window=self.layer.window,
             soft_cap=self.config.attention_soft_cap,
         )
         return self.o_proj(out.reshape(T, -1), residual=residual), kv
 
-    def _qkv(self, rows: Rows) -> tuple[Array, ...]:
+    def _qkv(self, rows: Rows) -> Float[Array, "T widths"]:
         if self.fused:
-            num_q, num_k, _ = self.widths
-            return tuple(jnp.split(self.qkv_proj(rows), (num_q, num_q + num_k), axis=-1))
+            return self.qkv_proj(rows)
         x = made(rows)
-        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        return jnp.concatenate([self.q_proj(x), self.k_proj(x), self.v_proj(x)], axis=-1)
 
 
 class MLP(nnx.Module):
@@ -146,7 +159,7 @@ class MLP(nnx.Module):
     def __call__(self, rows: Rows, residual: Float[Array, "T D"] | None) -> Float[Array, "T D"]:
         """Every token for itself, added to `residual`."""
         if self.fused:
-            gated = GatedRows(self.gate_up_proj(rows), self.activation)
+            gated = self.gate_up_proj.gated(rows, self.activation)
         else:
             x = made(rows)
             gated = ACTIVATIONS[self.activation](self.gate_proj(x)) * self.up_proj(x)

@@ -10,7 +10,7 @@ import numpy as np
 from jpaged.native import library
 from jpaged.typing import Array, Float, Int, Shaped
 
-_DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}  # as in the source
+DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}  # as in the source
 
 
 def attend(
@@ -44,8 +44,8 @@ def attend(
         *(q, k, v, block_table, context_lens, query_start_loc),
         no_sinks if sinks is None else sinks.astype(jnp.float32),
         num_decode_rows=np.int64(num_decode_rows),
-        q_dtype=np.int64(_DTYPES[q.dtype.name]),
-        kv_dtype=np.int64(_DTYPES[kv_dtype]),
+        q_dtype=np.int64(DTYPES[q.dtype.name]),
+        kv_dtype=np.int64(DTYPES[kv_dtype]),
         scale=np.float32(scale),
         soft_cap=np.float32(soft_cap or 0),
         window=np.int64(window or 0),

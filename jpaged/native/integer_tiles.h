@@ -119,16 +119,19 @@ void multiply_integers(const Product& p, const Rows& rows, int64_t panel, int64_
 inline void multiply_panels_of_integers(const Product& p, const Rows& rows, int64_t first,
                                         int64_t last, int64_t begin, int64_t end) {
   thread_local std::vector<float> own;
-  float* sums = room(own, INT_ROWS * PANEL);
+  float* sums = room(own, 2 * SUMS);
   Shapes shapes;
   for (int64_t panel = first; panel < last; ++panel)
     for (int64_t t = begin; t < end; t += INT_ROWS) {
       const int num = static_cast<int>(std::min<int64_t>(INT_ROWS, end - t));
       set_shapes(shapes, 2 * num, DEPTH);
-      if (p.kind == Kind::i8)
-        multiply_integers<Kind::i8>(p, rows, panel, t, num, sums);
-      else
-        multiply_integers<Kind::i4>(p, rows, panel, t, num, sums);
+      for (int64_t part = 0; part < p.num_parts(); ++part) {
+        const int64_t number = panel + part * p.num_panels();
+        if (p.kind == Kind::i8)
+          multiply_integers<Kind::i8>(p, rows, number, t, num, sums + part * SUMS);
+        else
+          multiply_integers<Kind::i4>(p, rows, number, t, num, sums + part * SUMS);
+      }
       put(p, t, num, panel, sums);
     }
 }

@@ -83,7 +83,7 @@ static ffi::Error multiply(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffe
                            ffi::Buffer<ffi::F16> scales, ffi::Buffer<ffi::F16> mins,
                            ffi::AnyBuffer norm, ffi::AnyBuffer residual,
                            ffi::Result<ffi::AnyBuffer> out, int64_t kind, int64_t making,
-                           float eps) {
+                           int64_t gating, float eps) {
   jpaged::Product p{};
   p.x = x.untyped_data(), p.weight = weight.untyped_data(), p.out = out->untyped_data();
   p.scales = reinterpret_cast<const _Float16*>(scales.typed_data());
@@ -91,8 +91,8 @@ static ffi::Error multiply(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffe
   p.norm = norm.untyped_data();
   p.residual = residual.element_count() > 0 ? residual.untyped_data() : nullptr;
   p.making = static_cast<jpaged::Making>(making), p.eps = eps;
-  p.T = x.dimensions()[0], p.F = out->dimensions()[1];
-  p.D = x.dimensions()[1] / (p.making >= jpaged::Making::silu ? 2 : 1);
+  p.gating = static_cast<jpaged::Gating>(gating);
+  p.T = x.dimensions()[0], p.D = x.dimensions()[1], p.F = out->dimensions()[1];
   p.x_dtype = dtype_of(x.element_type()), p.out_dtype = dtype_of(out->element_type());
   p.kind = static_cast<jpaged::Kind>(kind);
   jpaged::run(p, pool.num_threads(),
@@ -112,4 +112,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_matmul, multiply,
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("kind")
                                   .Attr<int64_t>("making")
+                                  .Attr<int64_t>("gating")
                                   .Attr<float>("eps"));

@@ -3,12 +3,12 @@
 
 #pragma once
 
-#include <cmath>
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
 #include "functions.h"
+#include "norm.h"
 
 namespace jpaged {
 
@@ -25,17 +25,22 @@ enum class Kind : int64_t {
   i4 = 4,    // [d/8][c][d%4]: the low half of a byte is the input d with d/4%2 == 0
 };
 
-// What makes a row of D numbers of x's.
+// What makes a row of x's.
 enum class Making : int64_t {
   nothing = 0,
   rms_norm = 1,         // rounded, then times the norm's weight
   offset_rms_norm = 2,  // times 1 + the norm's weight, then rounded
-  silu = 3,             // silu(gate) * up, of a row of gates and ups
-  gelu_tanh = 4,
+};
+
+// What becomes of the products with a weight of F gates and, behind them, F ups.
+enum class Gating : int64_t {
+  none = 0,  // it is no such weight
+  silu = 1,  // silu(gate) * up
+  gelu_tanh = 2,
 };
 
 struct Product {
-  const void* x;           // [T D], or of gates and ups [T 2D]
+  const void* x;           // [T D]
   const void* weight;      // [panels, PANEL * padded D], by kind
   const _Float16* scales;  // [panels, steps, PANEL], of i8 and i4
   const _Float16* mins;    // the same, of i4: a weight is number * scale + min
@@ -46,9 +51,11 @@ struct Product {
   DType x_dtype, out_dtype;
   Kind kind;
   Making making;
+  Gating gating;           // F is a multiple of PANEL then
   float eps;               // of the norm
 
-  int64_t num_panels() const { return (F + PANEL - 1) / PANEL; }
+  int64_t num_panels() const { return (F + PANEL - 1) / PANEL; }  // of results
+  int64_t num_parts() const { return gating == Gating::none ? 1 : 2; }  // of the weight
   int64_t num_steps() const { return (D + DEPTH - 1) / DEPTH; }
   int64_t padded_depth() const { return num_steps() * DEPTH; }
   template <class W>
@@ -65,43 +72,16 @@ struct Rows {
   std::vector<float> scales, sums;  // [T, steps]: of the integers, and theirs
 };
 
-// A row's RMS norm.
-template <class T>
-void normalize(const Product& p, const T* x, float* to) {
-  const auto* weight = static_cast<const T*>(p.norm);
-  Vec squares{};
-  for (int64_t d = 0; d < p.D; d += LANES) {
-    const Vec v = read(x + d, p.D - d);
-    squares += v * v;
-  }
-  float total = 0;
-  for (int i = 0; i < LANES; ++i) total += squares[i];
-  const float scale = 1 / std::sqrt(total / static_cast<float>(p.D) + p.eps);
-  const bool is_offset = p.making == Making::offset_rms_norm;
-  for (int64_t d = 0; d < p.D; d += LANES) {
-    const Vec v = read(x + d, p.D - d) * scale, w = read(weight + d, p.D - d);
-    store(to + d, rounded<T>(is_offset ? v * (1.0f + w) : rounded<T>(v) * w));
-  }
-}
-
-// activation(gate) * up, of a row of D gates and D ups.
-template <class T>
-void gate(const Product& p, const T* x, float* to) {
-  for (int64_t d = 0; d < p.D; d += LANES) {
-    const Vec v = read(x + d, p.D - d), up = read(x + p.D + d, p.D - d);
-    store(to + d, rounded<T>((p.making == Making::silu ? silu(v) : gelu_tanh(v)) * up));
-  }
-}
-
 // Row t as float32, zeros behind it.
 inline void make_row(const Product& p, int64_t t, float* to) {
-  const bool is_gated = p.making >= Making::silu;
   std::fill(to + p.D / LANES * LANES, to + p.padded_depth(), 0.0f);
   with_type(p.x_dtype, [&](auto* type) {
     const auto* x = static_cast<decltype(type)>(const_cast<void*>(p.x));
-    x += t * p.D * (is_gated ? 2 : 1);
-    if (is_gated) return gate(p, x, to);
-    if (p.making != Making::nothing) return normalize(p, x, to);
+    x += t * p.D;
+    if (p.making != Making::nothing) {
+      const auto* weight = static_cast<decltype(x)>(p.norm);
+      return rms_norm(x, weight, p.D, p.eps, p.making == Making::offset_rms_norm, to);
+    }
     for (int64_t d = 0; d < p.D; d += LANES) store(to + d, read(x + d, p.D - d));
   });
 }
@@ -120,7 +100,16 @@ inline void stream(const T (&row)[PANEL], T* to) {
 #endif
 }
 
-// Sums [num][PANEL] of rows with a panel go to their place in the result.
+constexpr int SUMS = BLOCK * PANEL;  // of a block of rows with a panel
+
+// activation(gate) * up.
+template <class T>
+inline Vec gate(const Product& p, Vec gate, Vec up) {
+  return rounded<T>((p.gating == Gating::silu ? silu(gate) : gelu_tanh(gate)) * up);
+}
+
+// Sums [num][PANEL] of rows with a panel go to their place in the result; those with a panel of ups
+// stand SUMS behind those with its gates.
 inline void put(const Product& p, int64_t t, int64_t num, int64_t panel, const float* sums) {
   const int64_t first = panel * PANEL, width = std::min<int64_t>(PANEL, p.F - first);
   with_type(p.out_dtype, [&](auto* type) {
@@ -134,6 +123,7 @@ inline void put(const Product& p, int64_t t, int64_t num, int64_t panel, const f
       alignas(64) T row[PANEL];
       for (int c = 0; c < PANEL; c += LANES) {
         Vec sum = rounded<T>(load(sums + c));
+        if (p.gating != Gating::none) sum = gate<T>(p, sum, rounded<T>(load(sums + SUMS + c)));
         if (residual != nullptr) sum = rounded<T>(read(residual + c, width - c) + sum);
         write(sum, row + c);
       }

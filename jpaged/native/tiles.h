@@ -139,7 +139,7 @@ class Waiting {
   }
 
  private:
-  static float* room(std::vector<float>& of) { return jpaged::room(of, BLOCK * PANEL); }
+  static float* room(std::vector<float>& of) { return jpaged::room(of, 2 * SUMS); }
   void put_last() {
     if (num_ > 0) put(p_, t_, num_, panel_, sums_[1 - turn_]);
   }
@@ -161,17 +161,22 @@ inline void multiply_panels(const Product& p, const Rows& rows, int64_t first, i
   Shapes shapes;
   Waiting waiting(p);
   for (int64_t panel = first; panel < last; ++panel) {
-    const uint16_t* weight = is_single ? p.panel<uint16_t>(panel) : room(cuts, 3 * size);
-    if (!is_single) cut_panel(p.panel<float>(panel), stride, start(cuts));
+    const auto number = [&](int64_t part) { return panel + part * p.num_panels(); };
+    for (int64_t part = 0; part < p.num_parts() && !is_single; ++part)
+      cut_panel(p.panel<float>(number(part)), stride, room(cuts, 6 * size) + 3 * part * size);
     for (int64_t t = begin; t < end; t += BLOCK) {
       const int num = static_cast<int>(std::min<int64_t>(BLOCK, end - t));
       const uint16_t* from = x + t * stride;
       set_shapes(shapes, num, DEPTH * 2);
-      if (is_single)
-        multiply_pairs<ONE>(from, 0, stride, weight, 0, steps, num, t == begin, waiting.next());
-      else
-        multiply_pairs<SIX>(from, p.T * stride, stride, weight, size, steps, num, false,
-                            waiting.next());
+      for (int64_t part = 0; part < p.num_parts(); ++part) {
+        float* sums = waiting.next() + part * SUMS;
+        if (is_single)
+          multiply_pairs<ONE>(from, 0, stride, p.panel<uint16_t>(number(part)), 0, steps, num,
+                              t == begin, sums);
+        else
+          multiply_pairs<SIX>(from, p.T * stride, stride, start(cuts) + 3 * part * size, size, steps,
+                              num, false, sums);
+      }
       waiting.add(t, num, panel);
     }
   }

@@ -79,14 +79,18 @@ inline const float* widen_panel(const Product& p, int64_t panel, std::vector<flo
 
 inline void multiply_panels(const Product& p, const Rows& rows, int64_t first, int64_t last,
                             int64_t begin, int64_t end) {
-  thread_local std::vector<float> scratch, own;
-  float* sums = room(own, BLOCK * PANEL);
+  thread_local std::vector<float> scratch[2], own;
+  float* sums = room(own, 2 * SUMS);
   const int64_t stride = p.padded_depth();
   for (int64_t panel = first; panel < last; ++panel) {
-    const float* weights = widen_panel(p, panel, scratch);
+    const float* weights[2];
+    for (int64_t part = 0; part < p.num_parts(); ++part)
+      weights[part] = widen_panel(p, panel + part * p.num_panels(), scratch[part]);
     for (int64_t t = begin; t < end; t += BLOCK) {
       const int64_t num = std::min<int64_t>(BLOCK, end - t);
-      multiply_all(num, start(rows.numbers) + t * stride, stride, weights, stride, sums);
+      const float* x = start(rows.numbers) + t * stride;
+      for (int64_t part = 0; part < p.num_parts(); ++part)
+        multiply_all(num, x, stride, weights[part], stride, sums + part * SUMS);
       put(p, t, num, panel, sums);
     }
   }

@@ -18,6 +18,8 @@ from flax import struct
 from jax.typing import DTypeLike
 
 from jpaged.kv_format import FLOATS, Scales
+from jpaged.native import kv_write as native
+from jpaged.ops.heads import Heads
 from jpaged.typing import Array, Float, Int, Shaped
 from pallas_kernels import eight_bit, float8
 from pallas_kernels.eight_bit import LARGEST
@@ -130,23 +132,49 @@ def write_kv(
     return replace(kv, k=k_pool, v=v_pool, k_scale=k_scale, v_scale=v_scale)
 
 
-def turn_and_write_kv(
-    kv: LayerKV,
-    q: Float[Array, "T H C"],
-    k: Float[Array, "T K C"],
-    v: Float[Array, "T K C"],
-    angles: tuple[Float[Array, "T X"], Float[Array, "T X"]],
-    slot_mapping: Int[Array, " T"],
+def take_heads(
+    kv: LayerKV, heads: Heads, slot_mapping: Int[Array, " T"], *, implementation: str = "xla"
 ) -> tuple[Float[Array, "T H C"], LayerKV]:
-    """`rope.apply_rope` of queries and keys and then `write_kv`, in one kernel: (queries, KV).
+    """Queries as attention takes them, and the KV after `write_kv` of keys and values likewise.
 
-    angles: cos and sin. kv: one that has kernels.
+    implementation: "native" does it all in C++, once `jpaged.native.library.load` has been called,
+        but for pools of 8 bits. Kernels write the pools that have them, and turn on the way.
     """
-    assert kv.has_kernels, "XLA fuses by itself"
-    q, pools = _kernels().turn_and_write(
-        _pools_of(kv), q, k, v, *angles, slot_mapping, **_options(kv)
+    if implementation == "native" and not kv.is_quantized:
+        return _take_heads_natively(kv, heads, slot_mapping)
+    if heads.angles is not None and kv.has_kernels:
+        q, pools = _kernels().turn_and_write(
+            _pools_of(kv), *heads.normalized(), *heads.angles, slot_mapping, **_options(kv)
+        )
+        return q, _with_pools(kv, pools)
+    q, k, v = heads.turned()
+    return q, write_kv(kv, k, v, slot_mapping)
+
+
+def _take_heads_natively(
+    kv: LayerKV, heads: Heads, slot_mapping: Int[Array, " T"]
+) -> tuple[Float[Array, "T H C"], LayerKV]:
+    if any(norm.weight.dtype != heads.packed.dtype for norm in heads.norms()):
+        packed = jnp.concatenate(heads.normalized(), axis=1)
+        heads = replace(heads, packed=packed, q_norm=None, k_norm=None)
+    q_norm, k_norm = heads.q_norm, heads.k_norm
+    one = q_norm or k_norm  # those of a model differ in weights alone
+    at_rest = jnp.zeros((len(slot_mapping), 0))
+    cos, sin = heads.angles or (at_rest, at_rest)
+    q, k, v = native.take_heads(
+        heads.packed,
+        q_norm and q_norm.weight,
+        k_norm and k_norm.weight,
+        cos,
+        sin,
+        slot_mapping,
+        kv.k,
+        kv.v,
+        kv_dtype=kv.dtype,
+        eps=one.eps if one else 0.0,
+        is_offset=bool(one and one.is_offset),
     )
-    return q, _with_pools(kv, pools)
+    return q, replace(kv, k=k, v=v)
 
 
 def read_blocks(

@@ -1,7 +1,7 @@
 """A product with a weight. The type of the weight chooses the arithmetic.
 
 Plain arrays are multiplied here; another weight registers its own form under `linear`, and under
-`add_linear` if it makes rows and adds results on its own.
+`add_linear` and `gated_linear` if it makes rows, adds results and gates them on its own.
 """
 
 import functools as ft
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from jpaged.ops.activation import gate
 from jpaged.ops.invariant import multiply_by_row
 from jpaged.ops.rows import Rows, made
 from jpaged.typing import Array, Float
@@ -51,3 +52,16 @@ def add_linear(
     multiply = linear_by_row if row_invariant else linear
     y = multiply(weight, made(rows), dtype)
     return y if residual is None else residual + y
+
+
+@ft.singledispatch
+def gated_linear(
+    weight: Any,
+    rows: Rows,
+    dtype: DTypeLike,
+    activation: str,
+    *,
+    row_invariant: bool = False,
+) -> Float[Array, "T F"]:
+    """`add_linear` with a weight `[D 2*F]` of gates and ups: activation(gate) * up."""
+    return gate(add_linear(weight, rows, dtype, row_invariant=row_invariant), activation)

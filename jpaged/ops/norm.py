@@ -1,10 +1,26 @@
 """RMS normalization over the last axis, computed in float32."""
 
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 
 from jpaged.ops.invariant import sum_last
 from jpaged.typing import Array, Float
+
+
+@struct.dataclass
+class RMSNorm:
+    """A norm and its weight, in Llama's form or, with `is_offset`, in Gemma's."""
+
+    weight: Float[Array, " D"]
+    eps: float = struct.field(pytree_node=False)
+    is_offset: bool = struct.field(pytree_node=False)
+    row_invariant: bool = struct.field(pytree_node=False, default=False)
+
+    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        """Over the last axis, in x's dtype."""
+        norm = offset_rms_norm if self.is_offset else rms_norm
+        return norm(x, self.weight, eps=self.eps, row_invariant=self.row_invariant)
 
 
 def rms_norm(

@@ -13,12 +13,13 @@ from flax import struct
 from jax.typing import DTypeLike
 
 from jpaged.native import matmul
+from jpaged.native.matmul import PANEL
+from jpaged.ops.activation import gate
 from jpaged.ops.grouped import GROUP, GroupedWeight, numbers_by_group
-from jpaged.ops.linear import add_linear, linear, linear_by_row
-from jpaged.ops.rows import GatedRows, NormedRows, Rows, made
+from jpaged.ops.linear import add_linear, gated_linear, linear, linear_by_row
+from jpaged.ops.rows import NormedRows, Rows, made
 from jpaged.typing import Array, Float, Shaped
 
-PANEL = 32  # outputs
 STEP = GROUP  # inputs
 
 # Of a panel's inputs d and outputs c, those that stand side by side: [d/n][c][d%n].
@@ -91,6 +92,31 @@ def _(
     row_invariant: bool = False,
 ) -> Float[Array, "T F"]:
     del row_invariant  # they are
+    return _multiply(weight, rows, dtype, residual)
+
+
+@gated_linear.register
+def _(
+    weight: PackedWeight,
+    rows: Rows,
+    dtype: DTypeLike,
+    activation: str,
+    *,
+    row_invariant: bool = False,
+) -> Float[Array, "T F"]:
+    del row_invariant  # they are
+    if activation in matmul.GATINGS and weight.num_out % (2 * PANEL) == 0:
+        return _multiply(weight, rows, dtype, gating=activation)
+    return gate(add_linear(weight, rows, dtype), activation)
+
+
+def _multiply(
+    weight: PackedWeight,
+    rows: Rows,
+    dtype: DTypeLike,
+    residual: Float[Array, "T F"] | None = None,
+    gating: str | None = None,
+) -> Float[Array, "T F"]:
     x, making = _source(rows)
     return matmul.multiply(
         x,
@@ -99,17 +125,16 @@ def _(
         weight.leasts,
         residual,
         **making,
+        gating=gating,
         kind=weight.kind,
-        num_out=weight.num_out,
+        num_out=weight.num_out if gating is None else weight.num_out // 2,
         dtype=dtype,
     )
 
 
-def _source(rows: Rows) -> tuple[Float[Array, "T source"], dict[str, Any]]:
+def _source(rows: Rows) -> tuple[Float[Array, "T D"], dict[str, Any]]:
     """What the product makes its rows of, and how."""
-    if isinstance(rows, NormedRows) and rows.weight.dtype == rows.dtype:
-        making = "offset_rms_norm" if rows.is_offset else "rms_norm"
-        return rows.x, {"making": making, "norm": rows.weight, "eps": rows.eps}
-    if isinstance(rows, GatedRows) and rows.activation in matmul.MAKINGS:
-        return rows.gate_up, {"making": rows.activation}
+    if isinstance(rows, NormedRows) and rows.norm.weight.dtype == rows.dtype:
+        making = "offset_rms_norm" if rows.norm.is_offset else "rms_norm"
+        return rows.x, {"making": making, "norm": rows.norm.weight, "eps": rows.norm.eps}
     return made(rows), {}

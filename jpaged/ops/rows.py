@@ -7,20 +7,16 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jpaged.ops.activation import ACTIVATIONS
-from jpaged.ops.norm import offset_rms_norm, rms_norm
+from jpaged.ops.norm import RMSNorm
 from jpaged.typing import Array, Float
 
 
 @struct.dataclass
 class NormedRows:
-    """RMS norms of the rows of x, in Llama's form or, with `is_offset`, in Gemma's."""
+    """The rows of x, to be normalized."""
 
     x: Float[Array, "*rows D"]
-    weight: Float[Array, " D"]
-    eps: float = struct.field(pytree_node=False)
-    is_offset: bool = struct.field(pytree_node=False)
-    row_invariant: bool = struct.field(pytree_node=False)
+    norm: RMSNorm
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -31,31 +27,11 @@ class NormedRows:
         return len(self.x)
 
 
-@struct.dataclass
-class GatedRows:
-    """activation(gate) * up of rows of D gates and D ups."""
-
-    gate_up: Float[Array, "T 2*D"]
-    activation: str = struct.field(pytree_node=False)
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """Of the rows."""
-        return self.gate_up.dtype
-
-    def __len__(self) -> int:
-        return len(self.gate_up)
-
-
-Rows = jax.Array | NormedRows | GatedRows
+Rows = jax.Array | NormedRows
 
 
 def made(rows: Rows) -> Float[Array, "*rows D"]:
     """The rows themselves, in the dtype of what they are made of."""
     if isinstance(rows, NormedRows):
-        norm = offset_rms_norm if rows.is_offset else rms_norm
-        return norm(rows.x, rows.weight, eps=rows.eps, row_invariant=rows.row_invariant)
-    if isinstance(rows, GatedRows):
-        gate, up = jnp.split(rows.gate_up, 2, axis=-1)
-        return ACTIVATIONS[rows.activation](gate) * up
+        return rows.norm(rows.x)
     return rows

@@ -13,10 +13,11 @@ from jpaged import functional as F
 from jpaged.config import EngineConfig, ModelConfig
 from jpaged.engine import capacity, implementation
 from jpaged.errors import ConfigError
-from jpaged.models.attend import dense_attend, turn
+from jpaged.models.attend import dense_attend
 from jpaged.models.forward import bind
 from jpaged.models.prepare import prepare
 from jpaged.native import attention as native
+from jpaged.ops.heads import Heads
 from tests.engine.test_llm import PROMPTS, tiny_params
 from tests.models.test_model_config import LLAMA
 from tests.native.kernels import load_or_skip
@@ -64,9 +65,10 @@ DEFAULT = ("fp8_per_token_head",)  # the others compile as many programs, and di
 def dense_numbers(samples: list[list[int]], num_prompt: list[int], rounding: Rounding):
     """Log-probabilities of the tokens after each prompt, by the model without a cache."""
 
-    def attend(q, k, v, kv=None, *, angles, **rule):
-        q, k = turn(q, k, angles)
-        return dense_attend(q, rounding(k), rounding(v), kv, **rule)
+    def attend(heads, kv=None, **rule):
+        q, k, v = heads.turned()
+        packed = jnp.concatenate([q, rounding(k), rounding(v)], axis=1)
+        return dense_attend(Heads(packed, heads.num_kv_heads), kv, **rule)
 
     @jax.jit
     def forward(params, token_ids):

@@ -1,11 +1,12 @@
 // Random products with buffers of the exact size, for the sanitizers to watch: shapes, kinds of weights,
-// what rows are made of, residuals. Each runs on one thread and on several: the bits must be the same.
+// what rows are made of, gates, residuals. Each runs on one thread and on several: the bits must be the same.
 
 #include "matmul.cpp"
 
 #include "fuzz.h"
 
 using jpaged::DType;
+using jpaged::Gating;
 using jpaged::Kind;
 using jpaged::Making;
 using jpaged::Product;
@@ -36,14 +37,16 @@ template <class X, class Out>
 static void fuzz_call(DType x_dtype, DType out_dtype, std::initializer_list<Kind> kinds) {
   Product p{};
   p.x_dtype = x_dtype, p.out_dtype = out_dtype, p.kind = pick(kinds), p.eps = 1e-5f;
-  p.making = static_cast<Making>(draw(0, 4));
+  p.making = static_cast<Making>(draw(0, 2));
   p.T = pick<int64_t>({0, 1, 2, 15, 33, 70, 300}), p.D = pick<int64_t>({1, 31, 32, 64, 75, 160});
   p.F = pick<int64_t>({1, 31, 32, 64, 90, 200});
-  const int64_t groups = p.num_panels() * p.num_steps() * jpaged::PANEL;
-  const auto x = draw_numbers<X>(p.T * p.D * (p.making >= Making::silu ? 2 : 1));
+  if (p.F % jpaged::PANEL == 0) p.gating = static_cast<Gating>(draw(0, 2));
+  const int64_t num_panels = p.num_panels() * p.num_parts();
+  const int64_t groups = num_panels * p.num_steps() * jpaged::PANEL;
+  const auto x = draw_numbers<X>(p.T * p.D);
   const auto norm = draw_numbers<X>(p.D);
   const auto residual = draw_numbers<Out>(p.T * p.F);
-  const auto weight = draw_weight(p.kind, p.num_panels() * jpaged::PANEL * p.padded_depth());
+  const auto weight = draw_weight(p.kind, num_panels * jpaged::PANEL * p.padded_depth());
   const auto scales = draw_numbers<_Float16>(groups), mins = draw_numbers<_Float16>(groups);
   std::vector<Out> out(p.T * p.F), shared(out.size());
   p.x = x.data(), p.norm = norm.data(), p.weight = weight.data();

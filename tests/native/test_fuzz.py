@@ -37,7 +37,7 @@ def run_harness(made: Path, num_calls: int, seed: int) -> subprocess.CompletedPr
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["as the processor can", "vectors"])
-@pytest.mark.parametrize("kernel", ["attention", "matmul"])
+@pytest.mark.parametrize("kernel", ["attention", "kv_write", "matmul"])
 @pytest.mark.parametrize("kind", SANITIZERS)
 def test_random_calls(kind: str, kernel: str, form: str, tmp_path: Path):
     flags = [*SANITIZERS[kind], *(["-DJPAGED_NO_TILES"] if form == "vectors" else [])]
@@ -57,6 +57,8 @@ def test_random_calls(kind: str, kernel: str, form: str, tmp_path: Path):
         ("attention", "c < C ? widen(from[c]) : 0.0f", "widen(from[c])"),
         # A row of x read in whole vectors.
         ("matmul", "if (num >= LANES) return read(from);", "return read(from);"),
+        # A head written in whole vectors, past the last one's end.
+        ("kv_write", "c + LANES <= C; c += LANES) write", "c < C; c += LANES) write"),
         # A panel's row written as a whole, past the last row's end.
         ("matmul", "if (width < PANEL)", "if (width < 0)"),
     ],

@@ -5,12 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jpaged.ops.heads import Heads
 from jpaged.ops.kv_cache import (
     LayerKV,
     copy_blocks,
     init_layer_kv,
     kernel_pools,
-    turn_and_write_kv,
+    take_heads,
     write_kv,
 )
 from jpaged.ops.rope import apply_rope
@@ -64,7 +65,8 @@ def test_rope_on_the_way_is_rope_before():
     q, k = draw("bfloat16", T, H, C), draw("bfloat16", T, K, C)
     cos, sin = (x / 16 for x in (draw("float32", T, X), draw("float32", T, X)))
     xla, pallas = both("bfloat16", "none")
-    turned, pallas = jax.jit(turn_and_write_kv)(pallas, q, k, k, (cos, sin), SLOTS)
+    heads = Heads(jnp.concatenate([q, k, k], axis=1), K, angles=(cos, sin))
+    turned, pallas = jax.jit(take_heads)(pallas, heads, SLOTS)
     assert_same(pallas, write(xla, apply_rope(k, cos, sin), k, SLOTS))
     np.testing.assert_array_equal(np.asarray(turned), np.asarray(apply_rope(q, cos, sin)))
 
