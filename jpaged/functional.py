@@ -160,7 +160,7 @@ def init_state(
     shape = (N, block_size, config.num_kv_heads, config.head_dim)
     return core_state.init_state(
         tuple(
-            init_layer_kv(*shape, kv_dtype, is_cpu, scales, has_kernels=implementation == "pallas")
+            init_layer_kv(*shape, kv_dtype, is_cpu, scales, implementation=implementation)
             for _ in config.layers
         ),
         num_rows=num_rows,

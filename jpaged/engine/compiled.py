@@ -80,7 +80,7 @@ def _empty_state(
     kv_dtype, scales = kv_format(kv_cache_dtype, dtype)
     return init_state(
         tuple(
-            init_layer_kv(*shape, kv_dtype, is_cpu, scales, has_kernels=implementation == "pallas")
+            init_layer_kv(*shape, kv_dtype, is_cpu, scales, implementation=implementation)
             for _ in model.layers
         ),
         num_rows=num_rows,

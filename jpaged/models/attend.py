@@ -52,7 +52,7 @@ def paged_attend(
         soft_cap: float | None,
     ) -> tuple[Float[Array, "T H C"], LayerKV | None]:
         assert kv is not None, "a paged layer has KV"
-        q, kv = take_heads(kv, heads, batch.slot_mapping, implementation=implementation)
+        q, kv = take_heads(kv, heads, batch.slot_mapping)
         out = paged_attention(
             q,
             kv,

@@ -1,8 +1,6 @@
 """Queries made of a projection's heads, and keys and values written, in C++; `jpaged.ops.kv_cache`
 calls it."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,8 +48,8 @@ def take_heads(
         input_output_aliases=POOLS,
         vmap_method="sequential",
     )
-    none: Any = jnp.zeros(0, heads.dtype)
-    return call(
+    none = jnp.zeros(0, heads.dtype)
+    q, k, v = call(
         heads,
         none if q_norm is None else q_norm,
         none if k_norm is None else k_norm,
@@ -61,3 +59,4 @@ def take_heads(
         eps=np.float32(eps),
         is_offset=is_offset,
     )
+    return q, k, v

@@ -12,7 +12,7 @@ import jax
 from jpaged.errors import NativeUnavailableError
 from jpaged.native import build
 
-SOURCES = ("attention", "kv_write", "matmul")  # each with a handler of its name
+SOURCES = ("attention", "block_copy", "kv_write", "matmul")  # each with a handler of its name
 
 _targets: dict[str, str] = {}  # XLA's names of what was loaded
 _lock = threading.Lock()  # of whoever loads; XLA takes a name but once

@@ -18,7 +18,8 @@ from flax import struct
 from jax.typing import DTypeLike
 
 from jpaged.kv_format import FLOATS, Scales
-from jpaged.native import kv_write as native
+from jpaged.native import block_copy as native_copy
+from jpaged.native import kv_write as native_write
 from jpaged.ops.heads import Heads
 from jpaged.typing import Array, Float, Int, Shaped
 from pallas_kernels import eight_bit, float8
@@ -33,8 +34,9 @@ class LayerKV:
     """K and V of one layer: `[N S K C]` each, in the storage type of `dtype`.
 
     dtype: the logical type, one of `DTYPES`. k_scale, v_scale: what the numbers of an 8-bit pool
-    are to be multiplied by: float32 `[]`, or `[N S K]`, or nothing. has_kernels: whether the
-    kernels of `pallas_kernels` write and copy, and not XLA.
+    are to be multiplied by: float32 `[]`, or `[N S K]`, or nothing. implementation: what writes
+    and copies: "xla", "native" once `jpaged.native.library.load` has been called, or the kernels of
+    "pallas".
     """
 
     k: Shaped[Array, "N S K C"]
@@ -42,7 +44,7 @@ class LayerKV:
     dtype: str = struct.field(pytree_node=False)
     k_scale: Float[Array, "*slots"] | None = None
     v_scale: Float[Array, "*slots"] | None = None
-    has_kernels: bool = struct.field(pytree_node=False, default=False)
+    implementation: str = struct.field(pytree_node=False, default="xla")
 
     @property
     def is_quantized(self) -> bool:
@@ -59,17 +61,19 @@ def init_layer_kv(
     platform_is_cpu: bool,
     scales: Scales = "none",
     *,
-    has_kernels: bool = False,
+    implementation: str = "xla",
 ) -> LayerKV:
     """An empty pool for one layer, all zeros. Scales of whole tensors are 1 until replaced.
 
-    has_kernels: see `LayerKV`.
+    implementation: see `LayerKV`.
 
     Raises:
         ValueError: `dtype` is none of `DTYPES`, or a float of 16 or 32 bits with scales.
     """
     _check(dtype, scales)
-    as_bits = platform_is_cpu and not has_kernels and dtype in FLOATS and dtype != "float32"
+    as_bits = (
+        platform_is_cpu and implementation != "pallas" and dtype in FLOATS and dtype != "float32"
+    )
     storage = jnp.uint16 if as_bits else jnp.uint8 if dtype in float8.MAX else jnp.dtype(dtype)
     shape = (num_blocks, block_size, num_kv_heads, head_dim)
 
@@ -84,7 +88,7 @@ def init_layer_kv(
         dtype=dtype,
         k_scale=scale(),
         v_scale=scale(),
-        has_kernels=has_kernels,
+        implementation=implementation,
     )
 
 
@@ -120,7 +124,7 @@ def write_kv(
     largest number becomes that number. Where scales go with tokens and heads, a scale is the
     head's largest magnitude over `LARGEST`.
     """
-    if kv.has_kernels:
+    if kv.implementation == "pallas":
         return _with_pools(
             kv, _kernels().write_kv(_pools_of(kv), k, v, slot_mapping, **_options(kv))
         )
@@ -133,16 +137,15 @@ def write_kv(
 
 
 def take_heads(
-    kv: LayerKV, heads: Heads, slot_mapping: Int[Array, " T"], *, implementation: str = "xla"
+    kv: LayerKV, heads: Heads, slot_mapping: Int[Array, " T"]
 ) -> tuple[Float[Array, "T H C"], LayerKV]:
     """Queries as attention takes them, and the KV after `write_kv` of keys and values likewise.
 
-    implementation: "native" does it all in C++, once `jpaged.native.library.load` has been called,
-        but for pools of 8 bits. Kernels write the pools that have them, and turn on the way.
+    C++ does it all at once, but for pools of 8 bits; kernels turn on the way.
     """
-    if implementation == "native" and not kv.is_quantized:
+    if kv.implementation == "native" and not kv.is_quantized:
         return _take_heads_natively(kv, heads, slot_mapping)
-    if heads.angles is not None and kv.has_kernels:
+    if heads.angles is not None and kv.implementation == "pallas":
         q, pools = _kernels().turn_and_write(
             _pools_of(kv), *heads.normalized(), *heads.angles, slot_mapping, **_options(kv)
         )
@@ -161,7 +164,7 @@ def _take_heads_natively(
     one = q_norm or k_norm  # those of a model differ in weights alone
     at_rest = jnp.zeros((len(slot_mapping), 0))
     cos, sin = heads.angles or (at_rest, at_rest)
-    q, k, v = native.take_heads(
+    q, k, v = native_write.take_heads(
         heads.packed,
         q_norm and q_norm.weight,
         k_norm and k_norm.weight,
@@ -192,21 +195,24 @@ def copy_blocks(kv: LayerKV, src: Int[Array, " W"], dst: Int[Array, " W"]) -> La
 
     All reads come before all writes, so a block may be read by one copy and written by another.
     """
-    if kv.has_kernels:
+    pools, treedef = jax.tree.flatten(kv)
+    per_block = tuple(pool for pool in pools if pool.ndim)  # but one scale for all blocks
+    if kv.implementation == "pallas":
         from pallas_kernels.block_copy import block_copy
 
-        pools, treedef = jax.tree.flatten(kv)
-        per_block = [pool for pool in pools if pool.ndim]  # but one scale for all blocks
-        copies = iter(block_copy(tuple(per_block), src, dst, interpret=is_interpreted()))
-        return treedef.unflatten(next(copies) if pool.ndim else pool for pool in pools)
+        copies = iter(block_copy(per_block, src, dst, interpret=is_interpreted()))
+    elif kv.implementation == "native":
+        copies = iter(native_copy.copy_blocks(per_block, src, dst))
+    else:
+        copies = (_copy(pool, src, dst) for pool in per_block)
+    return treedef.unflatten(next(copies) if pool.ndim else pool for pool in pools)
 
-    def copied(pool: Shaped[Array, "*pool"]) -> Shaped[Array, "*pool"]:
-        if pool.ndim == 0:  # one scale for all blocks
-            return pool
-        blocks = pool.at[src].get(mode="promise_in_bounds")
-        return pool.at[dst].set(blocks, mode="promise_in_bounds")
 
-    return jax.tree.map(copied, kv)
+def _copy(
+    pool: Shaped[Array, "N *block"], src: Int[Array, " W"], dst: Int[Array, " W"]
+) -> Shaped[Array, "N *block"]:
+    blocks = pool.at[src].get(mode="promise_in_bounds")
+    return pool.at[dst].set(blocks, mode="promise_in_bounds")
 
 
 def kernel_pools(kv: LayerKV) -> tuple[Shaped[Array, "N S K C"], Shaped[Array, "N S K C"]]:

@@ -356,13 +356,14 @@ def numbers(pool: np.ndarray, dtype: str, scale: np.ndarray | None) -> np.ndarra
 # --- runs and judgements ---
 
 
-def layer_kv(program: Program, inputs: Inputs, *, is_cpu: bool, has_kernels: bool) -> LayerKV:
+def layer_kv(program: Program, inputs: Inputs, *, is_cpu: bool, implementation: str) -> LayerKV:
     """The pools as the engine holds them."""
     k, v = inputs.k, inputs.v
-    if is_cpu and not has_kernels and k.dtype in (jnp.bfloat16, jnp.float16):
+    if is_cpu and implementation != "pallas" and k.dtype in (jnp.bfloat16, jnp.float16):
         k, v = k.view(np.uint16), v.view(np.uint16)
     scales = (None if x is None else jnp.asarray(x) for x in (inputs.k_scale, inputs.v_scale))
-    return LayerKV(jnp.asarray(k), jnp.asarray(v), program.stored, *scales, has_kernels=has_kernels)
+    pools = jnp.asarray(k), jnp.asarray(v)
+    return LayerKV(*pools, program.stored, *scales, implementation=implementation)
 
 
 _attend = jax.jit(
@@ -387,7 +388,7 @@ def run(
         program,
         inputs,
         is_cpu=jax.default_backend() == "cpu",
-        has_kernels=implementation == "pallas",
+        implementation=implementation,
     )
     out = _attend(
         jnp.asarray(inputs.q),

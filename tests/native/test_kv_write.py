@@ -49,6 +49,10 @@ def slots_of(T: int) -> jax.Array:
     return jnp.asarray(slots, jnp.int32)
 
 
+def native(kv: LayerKV) -> LayerKV:
+    return kv.replace(implementation="native")
+
+
 def marked(kv_dtype: str, C: int) -> LayerKV:
     """A pool that is not empty: what stays can be seen."""
     kv = init_layer_kv(N, S, K, C, kv_dtype, True)
@@ -74,9 +78,7 @@ def test_heads_are_taken_as_xla_takes_them(dtype, case):
     # Pools are in the model's dtype, or in float32.
     kv = marked("float32" if norm == "none" else dtype, C)
     want_q, want = take_heads(kv, heads, slots)
-    got_q, got = jax.jit(take_heads, static_argnames="implementation")(
-        kv, heads, slots, implementation="native"
-    )
+    got_q, got = jax.jit(take_heads)(native(kv), heads, slots)
     last_bit = float(jnp.finfo(dtype).eps)
     # What is turned is a difference of two; either form may round a bit aside, and once more.
     assert_close(got_q, want_q, 4 * last_bit)
@@ -103,7 +105,7 @@ def test_values_are_kept_as_they_are_in_any_pool(dtype, kv_dtype):
     """Not normalized, not turned, rounded as a cast rounds."""
     T, C = 6, 20
     heads, slots = draw_heads(dtype, T, C, 10, "llama"), slots_of(T)
-    _, kv = take_heads(marked(kv_dtype, C), heads, slots, implementation="native")
+    _, kv = take_heads(native(marked(kv_dtype, C)), heads, slots)
     _, values = read_blocks(kv, jnp.arange(N))
     own = values.reshape(N * S, K, C)[slots[: T - PADDING]]
     np.testing.assert_array_equal(own, heads.normalized()[2][: T - PADDING].astype(kv_dtype))
@@ -113,12 +115,12 @@ def test_a_token_has_the_same_bits_in_any_company():
     """600 tokens go to several threads, one to one."""
     C = 64
     heads = draw_heads("bfloat16", 600, C, 32, "llama")
-    kv = init_layer_kv(700, S, K, C, "bfloat16", True)
+    kv = init_layer_kv(700, S, K, C, "bfloat16", True, implementation="native")
     slots = jnp.arange(S, S + 600, dtype=jnp.int32)
-    q, together = take_heads(kv, heads, slots, implementation="native")
+    q, together = take_heads(kv, heads, slots)
     for t in (0, 311, 599):
         one = jax.tree.map(lambda x: x[t : t + 1] if x.shape[0] == 600 else x, heads)  # noqa: B023
-        q_alone, alone = take_heads(kv, one, slots[t : t + 1], implementation="native")
+        q_alone, alone = take_heads(kv, one, slots[t : t + 1])
         np.testing.assert_array_equal(q[t], q_alone[0])
         block, place = int(slots[t]) // S, int(slots[t]) % S
         np.testing.assert_array_equal(alone.k[block, place], together.k[block, place])
@@ -130,20 +132,20 @@ def test_weights_of_another_dtype_normalize_as_well():
     mixed = heads.replace(q_norm=wide[0], k_norm=wide[1])
     kv = marked("float32", 16)
     want, _ = take_heads(kv, mixed, slots)
-    got, _ = take_heads(kv, mixed, slots, implementation="native")
+    got, _ = take_heads(native(kv), mixed, slots)
     assert_close(got, want, 2.0**-6)
 
 
 def test_pools_are_written_in_place():
     """A donated pool comes back as the same memory, in a loop too."""
     heads, slots = draw_heads("bfloat16", 8, 16, 8, "none"), slots_of(8)
-    kv = init_layer_kv(5000, S, K, 16, "bfloat16", True)
+    kv = init_layer_kv(5000, S, K, 16, "bfloat16", True, implementation="native")
     bytes_of_pools = kv.k.nbytes + kv.v.nbytes
 
     def steps(kv: LayerKV, heads: Heads, slots: jax.Array) -> tuple[LayerKV, jax.Array]:
         def step(_, carry):
             kv, total = carry
-            q, kv = take_heads(kv, heads, slots, implementation="native")
+            q, kv = take_heads(kv, heads, slots)
             return kv, total + jnp.sum(q.astype(jnp.float32))
 
         return jax.lax.fori_loop(0, 3, step, (kv, jnp.float32(0)))

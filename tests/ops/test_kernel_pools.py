@@ -26,8 +26,8 @@ def both(dtype: str, scales) -> tuple[LayerKV, LayerKV]:
     """An empty pool of XLA's, and one for kernels."""
     shape = (N, S, K, C)
     return tuple(
-        init_layer_kv(*shape, dtype, True, scales, has_kernels=has_kernels)
-        for has_kernels in (False, True)
+        init_layer_kv(*shape, dtype, True, scales, implementation=implementation)
+        for implementation in ("xla", "pallas")
     )
 
 
@@ -58,7 +58,7 @@ def test_what_is_written_and_copied_is_what_xla_writes_and_copies(dtype, scales)
     xla, pallas = (copy(kv, src, dst) for kv in (xla, pallas))
     assert_same(pallas, xla)
     assert np.any(blocks(pallas)[0][2])
-    assert pallas.has_kernels
+    assert pallas.implementation == "pallas"
 
 
 def test_rope_on_the_way_is_rope_before():
@@ -71,7 +71,9 @@ def test_rope_on_the_way_is_rope_before():
     np.testing.assert_array_equal(np.asarray(turned), np.asarray(apply_rope(q, cos, sin)))
 
 
-def test_pools_for_kernels_are_no_bits_of_halves():
-    assert init_layer_kv(N, S, K, C, "bfloat16", True, has_kernels=True).k.dtype == jnp.bfloat16
-    assert init_layer_kv(N, S, K, C, "float16", True, has_kernels=True).k.dtype == jnp.float16
-    assert init_layer_kv(N, S, K, C, "float8_e5m2", True, has_kernels=True).k.dtype == jnp.uint8
+@pytest.mark.parametrize(
+    ("dtype", "storage"),
+    [("bfloat16", "bfloat16"), ("float16", "float16"), ("float8_e5m2", "uint8")],
+)
+def test_pools_for_kernels_are_no_bits_of_halves(dtype, storage):
+    assert init_layer_kv(N, S, K, C, dtype, True, implementation="pallas").k.dtype == storage

@@ -67,7 +67,7 @@ def make_case(
     inputs = cases.draw(Case("", program, tuple(rows), seed))
     case = {
         "q": jnp.asarray(inputs.q),
-        "kv": cases.layer_kv(program, inputs, is_cpu=True, has_kernels=False),
+        "kv": cases.layer_kv(program, inputs, is_cpu=True, implementation="xla"),
         "block_table": jnp.asarray(inputs.block_table),
         "context_lens": jnp.asarray(inputs.context_lens),
         "query_start_loc": jnp.asarray(inputs.query_start_loc),
