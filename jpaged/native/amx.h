@@ -30,6 +30,9 @@ inline bool is_allowed() {
   return allowed;
 }
 
+// Keeps what was stored before tile loads, of which the compiler does not know that they read.
+inline void finish_stores() { asm volatile("" ::: "memory"); }
+
 // The shapes of this thread's tiles, until the end of the scope.
 class Shapes {
  public:

@@ -30,28 +30,23 @@ constexpr int MAX_RUN = 8;  // items that a thread does one after the other
 // Divides by the sum of weights, the sink's included; no weight at all gives zeros.
 template <class Q>
 NOINLINE void finish(const Call& call, Row row, int64_t place) {
-  float total = row.total();
+  float total = row.total(), decay = 1;
   if (call.sinks != nullptr) {
-    const float sink = call.sinks[place / call.C % call.H];
+    const float sink = call.sinks[place / call.C % call.H] * LOG2_E;
     const float peak = row.peak() > sink ? row.peak() : sink;
-    const float decay = exp(row.peak() - peak);
-    row.decay(decay, call.padded());
-    total = total * decay + exp(sink - peak);
+    decay = exp2(splat(row.peak() - peak))[0];
+    total = total * decay + exp2(splat(sink - peak))[0];
   }
-  const float share = total > 0 ? 1 / total : 0;
+  const float share = total > 0 ? decay / total : 0;
   Q* out = static_cast<Q*>(call.out) + place;
   for (int64_t c = 0; c < call.C; ++c) narrow(row.value()[c] * share, out + c);
 }
 
-void merge_all(float* into, float* from, int64_t num, int64_t padded) {
-  for (int64_t at = 0; at < num * Row::size(padded); at += Row::size(padded))
-    merge(Row{into + at}, Row{from + at}, padded);
-}
-
 template <class Q>
 void finish_all(const Call& call, const Item& item, float* rows) {
-  for (int64_t r = 0; r < call.num_rows(item); ++r)
-    finish<Q>(call, Row{rows + r * Row::size(call.padded())}, call.place(item, r));
+  call.for_each_row(item, [&](int64_t r, int64_t place) {
+    finish<Q>(call, Row{rows + r * Row::size(call.padded())}, place);
+  });
 }
 
 // The work of an item; `attend` gives the results of a segment.
@@ -77,7 +72,7 @@ void attend_segments(const Call& call, const Item& item, F attend) {
   attend(item.begin, merged);
   for (int64_t s = item.begin + 1; s < item.end; ++s) {
     attend(s, segment);
-    merge_all(merged, segment, num, padded);
+    merge(merged, segment, num, padded);
   }
   finish_all<Q>(call, item, merged);
 }
@@ -109,7 +104,7 @@ template <class Q>
 void merge_segments(const Call& call, const Item& item) {
   const int64_t padded = call.padded(), num = call.num_rows(item), size = num * Row::size(padded);
   for (int64_t s = 1; s < item.end - item.begin; ++s)
-    merge_all(item.partials, item.partials + s * size, num, padded);
+    merge(item.partials, item.partials + s * size, num, padded);
   finish_all<Q>(call, item, item.partials);
 }
 
@@ -166,7 +161,7 @@ static ffi::Error paged_attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::A
   call.num_decode_rows = num_decode_rows;
   call.q_dtype = static_cast<jpaged::DType>(q_dtype);
   call.kv_dtype = static_cast<jpaged::DType>(kv_dtype);
-  call.rule = {scale, soft_cap};
+  call.rule = jpaged::ScoreRule::in_base_2(scale, soft_cap);
   call.window = window;
   jpaged::run(call, pool.num_threads(),
               [&](std::function<void()> task) { pool.Schedule(std::move(task)); });

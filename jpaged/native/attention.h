@@ -35,10 +35,13 @@ struct Call {
 
   int64_t group() const { return H / K; }
   int64_t num_rows(const Item& item) const { return item.num * group() * item.num_heads; }
-  // Where row r of an item's begins in q and in out.
-  int64_t place(const Item& item, int64_t r) const {
-    const int64_t G = group(), by_head = item.num * G, at = r % by_head;
-    return ((item.query + at / G) * H + (item.head + r / by_head) * G + at % G) * C;
+  // Calls f with each row of an item's, counted, and where it begins in q and in out.
+  template <class F>
+  void for_each_row(const Item& item, F f) const {
+    int64_t r = 0;
+    for (int64_t head = item.head; head < item.head + item.num_heads; ++head)
+      for (int64_t query = item.query; query < item.query + item.num; ++query)
+        for (int64_t g = 0; g < group(); ++g) f(r++, ((query * K + head) * group() + g) * C);
   }
   int64_t padded() const { return (C + LANES - 1) / LANES * LANES; }
   int64_t first_visible(int64_t position) const {

@@ -32,8 +32,10 @@ def attend(
 
     Has no derivative. Under `vmap` the calls come one after the other.
 
-    Raises NativeUnavailableError if nothing is loaded.
+    Raises NativeUnavailableError if nothing is loaded, ValueError for a scale that is not above 0.
     """
+    if not scale > 0:
+        raise ValueError(f"{scale=} must be above 0: scale the queries, or take the form in XLA")
     call = jax.ffi.ffi_call(
         library.target("attention"),
         jax.ShapeDtypeStruct(q.shape, q.dtype),

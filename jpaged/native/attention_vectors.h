@@ -130,10 +130,11 @@ struct Scratch {  // a thread's own memory
 // An item's queries as float32, by KV head, and the heads of a query together.
 template <class Q>
 const float* widen_queries(const Call& call, const Item& item, Scratch& scratch) {
-  const int64_t padded = call.padded(), num = item.num * call.group() * item.num_heads;
-  float* q = room(scratch.q, num * padded);
-  for (int64_t r = 0; r < num; ++r)
-    widen_row(static_cast<const Q*>(call.q) + call.place(item, r), call.C, padded, q + r * padded);
+  const int64_t padded = call.padded();
+  float* q = room(scratch.q, call.num_rows(item) * padded);
+  call.for_each_row(item, [&](int64_t r, int64_t place) {
+    widen_row(static_cast<const Q*>(call.q) + place, call.C, padded, q + r * padded);
+  });
   return q;
 }
 

@@ -4,6 +4,10 @@
 
 #include "numbers.h"
 
+#if defined(__AVX512DQ__)
+#include <immintrin.h>
+#endif
+
 namespace jpaged {
 
 // exp, within 2 ulp; 0 below -87, NaN for NaN.
@@ -21,7 +25,31 @@ inline Vec exp(Vec x) {
   std::memcpy(&two_to_n, &power, sizeof power);
   return select(x < -87.0f, Vec{}, p * two_to_n);
 }
-inline NOINLINE float exp(float x) { return exp(splat(x))[0]; }
+
+// 2 to the x, within 2 ulp; exactly 1 for 0, 0 or denormal below -126, NaN for NaN. The polynomial, for
+// the part of x above a whole number, is that of least error with these terms (1 ulp) and the constant 1.
+inline Vec exp2(Vec x) {
+#if defined(__AVX512DQ__)
+  constexpr int DOWN = 1, QUIETLY = 8;
+  const Vec r = _mm512_reduce_ps(x, DOWN + QUIETLY);  // x less the whole number below
+#else
+  const Vec shift = splat(12582912.0f);  // as in exp
+  const Vec shifted = (x - 0.5f) + shift;
+  const Vec r = x - (shifted - shift);
+#endif
+  Vec p = splat(0.00188530108f);
+  for (float c : {0.00897337217f, 0.0558359213f, 0.240152791f, 0.693152487f, 1.0f}) p = p * r + c;
+#if defined(__AVX512DQ__)
+  return _mm512_scalef_ps(p, x);
+#else
+  Word power;
+  std::memcpy(&power, &shifted, sizeof power);
+  power = (power << 23) + (127 << 23);
+  Vec two_to_n;
+  std::memcpy(&two_to_n, &power, sizeof power);
+  return select(x < -126.0f, Vec{}, p * two_to_n);
+#endif
+}
 
 // tanh, to about 1e-7 of 1. Beyond 20 it is 1.
 inline Vec tanh(Vec x) {

@@ -1,4 +1,4 @@
-// The online softmax of a row of scores, in float32.
+// The online softmax of a row of scores, in float32, to the base 2: scores come times log2(e).
 
 #pragma once
 
@@ -12,10 +12,25 @@ namespace jpaged {
 constexpr int TILE = 64;          // keys that a row meets at once; a multiple of 4 * LANES
 constexpr float LOWEST = -1e30f;  // finite: the difference of two of them is 0, not NaN
 constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
+constexpr float LOG2_E = 1.44269504f;
+// How far scores may rise above a row's peak before it follows: as it seldom has to, what is summed
+// seldom decays. Weights are 2^8 at most.
+constexpr float SLACK = 8;
 
-// What is done to a score before the softmax.
+// What is done to a score before the softmax: the cap, if there is one, then the factor.
 struct ScoreRule {
-  float scale, soft_cap;  // no cap: 0
+  float factor;     // above 0
+  float cap_scale;  // tanh is taken of scores times this; no cap: 0
+
+  // For weights that are exp(score * scale), or with a cap exp(cap * tanh(score * scale / cap)).
+  static ScoreRule in_base_2(float scale, float soft_cap) {
+    if (soft_cap > 0) return {soft_cap * LOG2_E, scale / soft_cap};
+    return {scale * LOG2_E, 0};
+  }
+  void cap(float* scores, int64_t num) const {
+    if (cap_scale == 0) return;
+    for (int64_t i = 0; i < num; i += LANES) store(scores + i, tanh(load(scores + i) * cap_scale));
+  }
 };
 
 // Lane i of the result is lane i ^ Distance of v.
@@ -47,46 +62,52 @@ struct Row {
     std::fill(data, data + size(padded), 0.0f);
     peak() = LOWEST;
   }
-  NOINLINE void decay(float factor, int64_t padded) const {
+  // Whether the peak has to follow a score; NaN makes it NaN.
+  bool is_left_by(float score) const { return !(score <= peak() + SLACK); }
+  // Measures what there is from another peak.
+  NOINLINE void follow(float to, int64_t padded) const {
+    const float from = peak();
+    peak() = to;
+    if (from == LOWEST) return;  // there is nothing
+    const Vec decay = exp2(splat(from - to));
     for (int64_t c = 0; c < LANES + padded; c += LANES)
-      store(totals() + c, load(totals() + c) * factor);
+      store(totals() + c, load(totals() + c) * decay);
   }
 };
 
 // Makes weights of the scores of a tile, of which the keys from lo to hi are visible.
-inline NOINLINE void weigh(const ScoreRule& rule, float* scores, int lo, int hi, Row row, int64_t padded) {
-  Vec peaks = splat(row.peak());
-  for (int at = 0; at < TILE; at += LANES) {
-    Vec score = load(scores + at) * rule.scale;
-    if (rule.soft_cap > 0) score = rule.soft_cap * tanh(score / rule.soft_cap);
-    store(scores + at, score);
-  }
+inline NOINLINE void weigh(const ScoreRule& rule, float* scores, int lo, int hi, Row row,
+                           int64_t padded) {
+  Vec score[TILE / LANES], largest_of = splat(HIDDEN);
+  rule.cap(scores, TILE);
   std::fill(scores, scores + lo, HIDDEN);
   std::fill(scores + hi, scores + TILE, HIDDEN);
-  for (int at = 0; at < TILE; at += LANES) peaks = larger(load(scores + at), peaks);
-  const float peak = largest(peaks);
-  if (peak != row.peak()) {
-    row.decay(exp(row.peak() - peak), padded);
-    row.peak() = peak;
+  for (int i = 0; i < TILE / LANES; ++i) {
+    score[i] = load(scores + i * LANES);
+    largest_of = larger(score[i], largest_of);
   }
+  const float peak = largest(largest_of) * rule.factor;
+  if (row.is_left_by(peak)) row.follow(peak, padded);
   Vec total = load(row.totals());
-  for (int at = 0; at < TILE; at += LANES) {
-    const Vec weight = exp(load(scores + at) - peak);
-    store(scores + at, weight);
+  for (int i = 0; i < TILE / LANES; ++i) {
+    const Vec weight = exp2(score[i] * rule.factor - row.peak());
+    store(scores + i * LANES, weight);
     total += weight;
   }
   store(row.totals(), total);
 }
 
-// Takes a later segment's result into an earlier one's.
-inline NOINLINE void merge(Row into, Row from, int64_t padded) {
-  if (from.total() == 0) return;
-  const float peak = into.peak() > from.peak() ? into.peak() : from.peak();
-  into.decay(exp(into.peak() - peak), padded);
-  from.decay(exp(from.peak() - peak), padded);
-  into.peak() = peak;
-  for (int64_t c = 0; c < LANES + padded; c += LANES)
-    store(into.totals() + c, load(into.totals() + c) + load(from.totals() + c));
+// Takes later segments' results into earlier ones', row by row.
+inline NOINLINE void merge(float* into, float* from, int64_t num, int64_t padded) {
+  const int64_t size = Row::size(padded);
+  for (const float* end = into + num * size; into < end; into += size, from += size) {
+    const Row row{into}, later{from};
+    const float peak = row.peak() > later.peak() ? row.peak() : later.peak();
+    const Vec decay = exp2(splat(row.peak() - peak)), later_decay = exp2(splat(later.peak() - peak));
+    row.peak() = peak;
+    for (int64_t c = 0; c < LANES + padded; c += LANES)
+      store(row.totals() + c, load(row.totals() + c) * decay + load(later.totals() + c) * later_decay);
+  }
 }
 
 }  // namespace jpaged

@@ -14,7 +14,10 @@
 
 namespace jpaged {
 
-constexpr int GROUP_ROWS = 96;   // rows (queries times heads) that an item of several queries aims at
+// Rows (queries times heads) that an item of several queries aims at: many share the reading of keys,
+// but each thread is to find ITEMS_A_THREAD. What is shared by rows is in the smallest.
+constexpr int FEWEST_ROWS = 96, MOST_ROWS = 384;
+constexpr int ITEMS_A_THREAD = 8;
 constexpr int MIN_SHARED = 256;  // tiles of rows, below which one thread does it all
 constexpr int MIN_SHARERS = 4;   // rows for which reading once pays for the merge
 
@@ -25,18 +28,20 @@ struct WorkList {
   std::vector<float*> targets;  // of shared segments, by query
 };
 
-// As many as GROUP_ROWS allow, preferably in whole tiles of 16 rows.
-inline int64_t queries_per_item(int64_t group) {
-  const int64_t most = std::max<int64_t>(1, GROUP_ROWS / group);
+// As many as `rows` allow, preferably in whole tiles of 16 rows.
+inline int64_t queries_per_item(int64_t rows, int64_t group) {
+  const int64_t most = std::max<int64_t>(1, rows / group);
   for (int64_t num = most; 2 * num > most; --num)
     if (num * group % 16 == 0) return num;
   return most;
 }
 
 // Every query that sees anything.
-inline std::vector<Item> whole_items(const Call& call) {
+inline std::vector<Item> whole_items(const Call& call, int64_t num_threads) {
   std::vector<Item> items;
-  const int64_t per_item = queries_per_item(call.group());
+  const int64_t fair = call.query_start_loc[call.B] * call.H / (ITEMS_A_THREAD * num_threads);
+  const int64_t per_item =
+      queries_per_item(std::clamp<int64_t>(fair, FEWEST_ROWS, MOST_ROWS), call.group());
   for (int64_t b = 0; b < call.B; ++b) {
     const bool decodes = b < call.num_decode_rows;
     const int64_t first = decodes ? b : call.query_start_loc[b];
@@ -88,7 +93,8 @@ inline std::vector<Sharers> find_sharers(const Call& call) {
 // Items for what rows share. partials: each row's, by segment.
 inline void add_shared(const Call& call, const Sharers& sharers,
                        const std::vector<float*>& partials, WorkList& list) {
-  const int64_t row_size = Row::size(call.padded()), per_item = queries_per_item(call.group());
+  const int64_t row_size = Row::size(call.padded());
+  const int64_t per_item = queries_per_item(FEWEST_ROWS, call.group());
   for (int64_t segment = 0; segment < sharers.num_segments; ++segment)
     for (int64_t at = 0; at < sharers.num; at += per_item)
       for (int64_t head = 0; head < call.K; ++head) {
@@ -105,7 +111,7 @@ inline void add_shared(const Call& call, const Sharers& sharers,
 
 // num_threads becomes 1 where more do not pay.
 inline WorkList make_work_list(const Call& call, int64_t& num_threads) {
-  const std::vector<Item> whole = whole_items(call);
+  const std::vector<Item> whole = whole_items(call, num_threads);
   const std::vector<Sharers> sharers = find_sharers(call);
   int64_t num_segments = 0, num_tiles = 0, room = 0, num_targets = 0;
   for (const Item& item : whole) {

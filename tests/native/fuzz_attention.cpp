@@ -18,7 +18,7 @@ static void fuzz_call(DType q_dtype, DType kv_dtype) {
   call.S = pick<int64_t>({1, 3, 16, 24, 128}), call.B = draw(0, 8);
   call.num_decode_rows = draw(0, call.B);
   call.window = pick<int64_t>({0, 0, 1, 50, 300});
-  call.rule = {0.3f, pick<float>({0.0f, 5.0f})};
+  call.rule = jpaged::ScoreRule::in_base_2(0.3f, pick<float>({0.0f, 5.0f}));
   const int64_t longest = pick<int64_t>({1, 40, 300, 900});
   call.M = (longest + call.S - 1) / call.S;
 

@@ -1,6 +1,7 @@
 """The native form as part of other programs: vmap, derivatives, scans, numbers gone wrong."""
 
 import functools as ft
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +47,12 @@ def test_a_derivative_is_refused(case):
 
     with pytest.raises(ValueError, match="cannot be differentiated"):
         jax.grad(loss)(case["q"])
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3, np.nan])
+def test_a_scale_that_is_not_above_0_is_refused(case, scale):
+    with pytest.raises(ValueError, match="must be above 0"):
+        paged_attention(**case, **(RULE | {"scale": scale}), implementation="native")
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -97,6 +104,43 @@ def test_rows_with_a_common_prefix(dtype, block_size):
         }
         got = attend(alone, case["q"][row : row + 1], "native")
         np.testing.assert_array_equal(np.asarray(got, np.float32)[0], together[row])
+
+
+@pytest.mark.parametrize("soft_cap", [None, 30.0])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_peaks_that_rise_along_the_context(dtype, soft_cap):
+    """By little, for which sums stay, and by much, which has them decay; alone and in a prompt."""
+    length, num_new = 330, 70
+    case, _ = make_case(
+        *(2, [(length, num_new)]),
+        num_decode_rows=0,
+        num_tokens=num_new,
+        block_size=16,
+        table_width=21,
+        dtype=dtype,
+    )
+    # Position p's key is larger the later it comes, in steps below and above what is let be.
+    size = jnp.array([1, 2, 3, 60, 62, 200], dtype)[jnp.arange(21 * 16) // 64 % 6]
+    kv, blocks = case["kv"], case["block_table"][0]
+    k = jax.lax.bitcast_convert_type(kv.k, jnp.dtype(dtype))
+    k = k.at[blocks].multiply(size.reshape(21, 16, 1, 1))
+    case["kv"] = replace(kv, k=jax.lax.bitcast_convert_type(k, kv.k.dtype))
+    rule = RULE | {"soft_cap": soft_cap}
+    got, wanted = (
+        np.asarray(paged_attention(**case, **rule, implementation=name), np.float32)
+        for name in ("native", "xla")
+    )
+    tolerance = {"float32": 1e-4, "bfloat16": 2e-2}[dtype]
+    np.testing.assert_allclose(got, wanted, atol=tolerance, rtol=tolerance)
+    for at in (0, 40, num_new - 1):
+        alone = case | {
+            "context_lens": jnp.array([length - num_new + at + 1], jnp.int32),
+            "query_start_loc": jnp.array([0, 1], jnp.int32),
+            "num_decode_rows": 1,
+            "q": case["q"][at : at + 1],
+        }
+        one = paged_attention(**alone, **rule, implementation="native")
+        np.testing.assert_array_equal(np.asarray(one, np.float32)[0], got[at])
 
 
 def test_generate_says_the_same_natively():
