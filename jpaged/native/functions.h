@@ -26,8 +26,8 @@ inline Vec exp(Vec x) {
   return select(x < -87.0f, Vec{}, p * two_to_n);
 }
 
-// 2 to the x, within 2 ulp; exactly 1 for 0, 0 or denormal below -126, NaN for NaN. The polynomial, for
-// the part of x above a whole number, is that of least error with these terms (1 ulp) and the constant 1.
+// 2 to the x, within 2.5 ulp; exactly 1 for 0, 0 or denormal below -126, NaN for NaN. The polynomial,
+// for the part of x above a whole number, has the least error (1 ulp) with these terms and constant 1.
 inline Vec exp2(Vec x) {
 #if defined(__AVX512DQ__)
   constexpr int DOWN = 1, QUIETLY = 8;
