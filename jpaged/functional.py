@@ -134,7 +134,7 @@ def init_state(
     key: of `jax.random`; makes the prefix cache's hashes unpredictable.
     dtype: the model's; the config's if None. kv_cache_dtype: of the KV cache, as in `EngineConfig`;
         auto is the model's.
-    implementation: of attention, see `generate`; with "pallas" its kernels write the KV cache.
+    implementation: see `generate`; here it is what writes the KV cache and copies its blocks.
     num_blocks: the null block included; None: enough for all rows at full length.
     rule_sizes: the room for rules that change logits (`make_rules`); None: for none.
     processors: logits processors that rules may name.
