@@ -33,7 +33,8 @@ def kernels(request, tmp_path_factory):
         own.setattr(build, "FLAGS", (*build.FLAGS, "-DJPAGED_NO_TILES"))
         source = Path(build.__file__).with_name("matmul.cpp")
         made = build.build_all([source], FOLDER)[0]
-        own.setitem(library._targets, "matmul", library._register(made, "jpaged_matmul"))
+        handler = library._handler(made, "jpaged_matmul")
+        own.setitem(library._targets, "matmul", library._register(made, handler))
     yield
     own.undo()
 
