@@ -148,7 +148,7 @@ def test_a_library_that_does_not_load_is_told(contents, source, tmp_path):
 def test_kernels_that_were_not_loaded_are_told(monkeypatch):
     monkeypatch.setattr(library, "_targets", {})
     with pytest.raises(NativeUnavailableError, match="not loaded"):
-        attention.attend(*[None] * 3, **dict.fromkeys(ATTEND_OPTIONS))
+        attention.attend(*[None] * 3, **dict.fromkeys(ATTEND_OPTIONS) | {"scale": 1.0})
 
 
 ATTEND_OPTIONS = (
