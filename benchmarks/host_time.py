@@ -18,6 +18,7 @@ from unittest import mock
 import jax
 
 from jpaged import LLM, AsyncEngine, RequestOutputKind, SamplingParams
+from jpaged.engine.compiled import compile_clock
 from jpaged.engine.device import Device
 from jpaged.engine.engine import Engine
 from jpaged.engine.output_text import OutputText
@@ -37,7 +38,8 @@ BUSY_SHARE = 0.9  # of the rows, taken when a step begins, for it to count
 
 
 class StageClock:
-    """Seconds of the engine's thread by stage, in steps with about `rows` rows taken.
+    """Seconds of the engine's thread by stage, in steps with about `rows` rows taken, for which no
+    program was compiled.
 
     all_seconds: by stage, of everything. seconds: of what counts. wall: of what counts, from the
     beginning of a step to that of the next. other_thread: whose processor time is stage "readers".
@@ -48,6 +50,7 @@ class StageClock:
         self.seconds: Counter[str] = Counter()
         self.wall, self.num_steps, self.num_tokens = 0.0, 0, 0
         self._rows, self._inner = rows, [0.0]
+        self._num_programs = 0
         self._thread = 0  # the engine's
         self._mark: tuple[float, int, Counter[str]] | None = None  # where what counts began
         self._readers = other_thread and time.pthread_getcpuclockid(other_thread)
@@ -87,12 +90,15 @@ class StageClock:
             if self._readers:
                 self.all_seconds["readers"] = time.clock_gettime(self._readers)  # pyright: ignore
             now, num_tokens = time.perf_counter(), engine.stats.num_decode_tokens
-            if self._mark is not None:
+            num_programs = compile_clock.num_programs
+            # A program that is compiled in the middle is no cost of steps.
+            if self._mark is not None and num_programs == self._num_programs:
                 started, num_before, before = self._mark
                 self.wall += now - started
                 self.num_steps += 1
                 self.num_tokens += num_tokens - num_before
                 self.seconds.update({k: v - before[k] for k, v in self.all_seconds.items()})
+            self._num_programs = num_programs
             is_busy = len(engine.roster.running) >= BUSY_SHARE * self._rows
             self._mark = (now, num_tokens, self.all_seconds.copy()) if is_busy else None
             return step(engine)
