@@ -1,4 +1,4 @@
-// What both harnesses share: chance, threads, and a loop. Include it behind the kernel.
+// What all harnesses share: chance, threads, and a loop. Include it behind the kernel.
 
 #pragma once
 
@@ -19,6 +19,14 @@ static int64_t draw(int64_t low, int64_t high) {
 template <class T>
 static T pick(std::initializer_list<T> of) {
   return of.begin()[draw(0, static_cast<int64_t>(of.size()) - 1)];
+}
+
+template <class T>
+static std::vector<T> draw_numbers(int64_t size) {
+  std::normal_distribution<float> normal;
+  std::vector<T> numbers(size);
+  for (auto& x : numbers) jpaged::narrow(normal(rng), &x);
+  return numbers;
 }
 
 struct Threads {

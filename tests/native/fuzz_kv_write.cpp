@@ -7,14 +7,6 @@
 
 using jpaged::DType;
 
-template <class T>
-static std::vector<T> draw_numbers(int64_t size) {
-  std::normal_distribution<float> normal;
-  std::vector<T> numbers(size);
-  for (auto& x : numbers) jpaged::narrow(normal(rng), &x);
-  return numbers;
-}
-
 template <class T, class KV>
 static void fuzz_call(DType dtype, DType kv_dtype) {
   jpaged::Call call{};

@@ -11,14 +11,6 @@ using jpaged::Kind;
 using jpaged::Making;
 using jpaged::Product;
 
-template <class T>
-static std::vector<T> draw_numbers(int64_t size) {
-  std::normal_distribution<float> normal;
-  std::vector<T> numbers(size);
-  for (auto& x : numbers) jpaged::narrow(normal(rng), &x);
-  return numbers;
-}
-
 // Bytes of a packed weight's numbers: of floats, or any.
 static std::vector<uint8_t> draw_weight(Kind kind, int64_t size) {
   const auto bytes = [](const auto& numbers) {
