@@ -7,6 +7,10 @@
 #include <cstring>
 #include <vector>
 
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
 namespace jpaged {
 
 #if defined(__AVX512F__)
@@ -70,6 +74,16 @@ inline Vec read(const BFloat16* from) {
   return v;
 }
 
+#if defined(__F16C__)  // what compilers make of the conversion of one number is slow
+inline Vec read(const _Float16* from) {
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#else
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#endif
+}
+#endif
+
 // The first `num` of LANES numbers, or all if there are more; zeros behind.
 template <class T>
 inline Vec read(const T* from, int64_t num) {
@@ -115,6 +129,22 @@ inline void write(Vec v, BFloat16* to) {
   const Half half = __builtin_convertvector(bits >> 16, Half);
   std::memcpy(to, &half, sizeof half);
 }
+#if defined(__F16C__)
+inline void write(Vec v, _Float16* to) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
+                      _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#else
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+#endif
+}
+template <>
+inline Vec rounded<_Float16>(Vec v) {
+  _Float16 narrowed[LANES];
+  write(v, narrowed);
+  return read(narrowed);
+}
+#endif
 
 // Calls f with a null pointer of the type that `dtype` names.
 template <class F>
