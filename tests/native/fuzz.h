@@ -10,6 +10,8 @@
 #include <thread>
 #include <vector>
 
+#include "numbers.h"
+
 static std::mt19937 rng;
 
 static int64_t draw(int64_t low, int64_t high) {
@@ -39,13 +41,13 @@ struct Threads {
 
 template <class Call>
 static void run_alone(const Call& call) {
-  jpaged::run(call, 1, [](std::function<void()>) { std::abort(); });
+  run(call, 1, [](std::function<void()>) { std::abort(); });
 }
 
 template <class Call>
 static void run_on_threads(const Call& call) {
   Threads threads;
-  jpaged::run(call, draw(2, 4), [&](std::function<void()> task) { threads.run(task); });
+  run(call, draw(2, 4), [&](std::function<void()> task) { threads.run(task); });
 }
 
 template <class T>

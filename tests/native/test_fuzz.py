@@ -37,7 +37,7 @@ def run_harness(made: Path, num_calls: int, seed: int) -> subprocess.CompletedPr
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["as the processor can", "vectors"])
-@pytest.mark.parametrize("kernel", ["attention", "kv_write", "matmul"])
+@pytest.mark.parametrize("kernel", ["attention", "block_copy", "kv_write", "matmul"])
 @pytest.mark.parametrize("kind", SANITIZERS)
 def test_random_calls(kind: str, kernel: str, form: str, tmp_path: Path):
     flags = [*SANITIZERS[kind], *(["-DJPAGED_NO_TILES"] if form == "vectors" else [])]
@@ -59,6 +59,8 @@ def test_random_calls(kind: str, kernel: str, form: str, tmp_path: Path):
         ("matmul", "if (num >= LANES) return read(from);", "return read(from);"),
         # A head written in whole vectors, past the last one's end.
         ("kv_write", "c + LANES <= C; c += LANES) write", "c < C; c += LANES) write"),
+        # A block read only once its place was written over.
+        ("block_copy", "std::memcpy(held.data() + i", "if (i == 0) std::memcpy(held.data() + i"),
         # A panel's row written as a whole, past the last row's end.
         ("matmul", "if (width < PANEL)", "if (width < 0)"),
     ],
