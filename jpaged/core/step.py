@@ -6,6 +6,7 @@ that have left the model's window in the end. A row that can not be served is re
 raised: errors are data.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 
 from jpaged.core.batch import Batch, Forward, KVCache, make_batch
 from jpaged.core.block_pool import num_free
@@ -103,6 +105,7 @@ def decode_window(
     params: Params,
     state: EngineState,
     row_ids: Int[Array, " B"],
+    num_run: Int[Array, ""] | None = None,
     *,
     forward: Forward,
     num_steps: int,
@@ -110,13 +113,16 @@ def decode_window(
 ) -> tuple[EngineState, StepOutput]:
     """J = `num_steps` decode steps of rows that lack the KV of one token.
 
+    num_run: so many of them, 1 to J, are run; None: all. The others' outputs are zeros, but for the
+        free blocks and for rows that found none. One program then serves windows of any length.
     Blocks for the whole window are reserved first, for each row what it can still use; a row that
     does not fit sits out. A row that stops inside the window pads with the null block from there.
     Returns the state and outputs with a leading J; `num_free_blocks` is the same in all.
     """
     left = state.sampling.max_len[row_ids] - state.rows.num_tokens[row_ids]
     is_ready = state.rows.active[row_ids] & (_gap(state.rows, row_ids) == 1)
-    wanted = jnp.where(is_ready, jnp.clip(left, 1, num_steps), 0)
+    most = num_steps if num_run is None else num_run
+    wanted = jnp.where(is_ready, jnp.clip(left, 1, most), 0)
     max_new = num_steps * row_ids.shape[0]
     state, reserved = reserve(state, row_ids, wanted, max_new=max_new)
     own = jnp.arange(row_ids.shape[0], dtype=jnp.int32)
@@ -131,12 +137,33 @@ def decode_window(
         return (now.rows, now.pool, now.kv), output
 
     carry = (state.rows, state.pool, state.kv)
-    (rows, pool, kv), output = lax.scan(one_step, carry, length=num_steps)
+    (rows, pool, kv), output = _repeat(one_step, carry, num_steps, num_run)
     state = replace(state, rows=rows, pool=pool, kv=kv)
     state = leave_window(state, row_ids, window=forward.window)
     status = jnp.where((wanted > 0) & (reserved == 0), STATUS_NO_BLOCKS, output.status)
     left = jnp.full_like(output.num_free_blocks, num_free(state.pool))
     return state, replace(output, status=status, num_free_blocks=left)
+
+
+def _repeat(
+    one: Callable[[Any, None], tuple[Any, Any]],
+    carry: Any,
+    length: int,
+    num_run: Int[Array, ""] | None,
+) -> tuple[Any, Any]:
+    """`lax.scan` without inputs, of which only the first `num_run` steps may be run."""
+    if num_run is None:
+        return lax.scan(one, carry, length=length)
+    # Traced once, and not once for the shapes and once for the loop.
+    traced, (_, shapes) = jax.make_jaxpr(one, return_shape=True)(carry, None)
+    run, treedef = jaxpr_as_fun(traced), jax.tree.structure((carry, shapes))
+    outputs = jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), shapes)
+
+    def body(i: Int[Array, ""], both: tuple[Any, Any]) -> tuple[Any, Any]:
+        carry, output = jax.tree.unflatten(treedef, run(*jax.tree.leaves(both[0])))
+        return carry, jax.tree.map(lambda all_, x: all_.at[i].set(x), both[1], output)
+
+    return lax.fori_loop(0, num_run, body, (carry, outputs))
 
 
 def _gap(rows: Rows, row_ids: Int[Array, " B"]) -> Int[Array, " B"]:

@@ -20,6 +20,7 @@ from jpaged.core.step import StepInputs
 from jpaged.engine import compiled
 from jpaged.engine.dispatch import (
     NUM_ADMISSIONS,
+    TOP_WIDTHS,
     Buckets,
     SamplerChoice,
     pack_admissions,
@@ -81,15 +82,25 @@ class Calls(NamedTuple):
         self, params: Params, state: EngineState, row_ids: Any, *, num_steps: int, sampler: Sampler
     ) -> Call:
         """A window of decoding; row_ids: i32[a bucket's size]."""
+        arguments, length = (params, state, row_ids), num_steps
+        if self._is_flexible(sampler):
+            arguments, length = (*arguments, np.int32(num_steps)), self.config.num_decode_steps
         return Call(
             compiled.run_window,
-            params,
-            state,
-            row_ids,
+            *arguments,
             forward=self.forward,
-            num_steps=num_steps,
+            num_steps=length,
             sampler=sampler,
         )
+
+    def _is_flexible(self, sampler: Sampler) -> bool:
+        """Whether one program serves windows of any length, as programs take much memory on a CPU.
+
+        Not on a GPU, which would ask the host after each step whether there is another; and not
+        where a whole vocabulary is told, for results have room for the longest window.
+        """
+        is_narrow = sampler.num_top <= TOP_WIDTHS[-1]
+        return self.config.num_decode_steps > 1 and is_narrow and jax.default_backend() == "cpu"
 
     def pack(self, samples: Sequence[Sample], row_ids: Sequence[int], width: int) -> Admissions:
         """At most NUM_ADMISSIONS samples for the given rows; width: most tokens, a bucket."""
@@ -118,7 +129,7 @@ class Calls(NamedTuple):
         yield from self._windows(params, state, sampler, J)
         for width in longer:
             yield from self._seatings(state, width)
-        if J > 1:
+        if J > 1 and not self._is_flexible(sampler):
             yield from self._windows(params, state, sampler, 1)
         for num_rows in more_rows:
             yield from self._prefills(params, state, sampler, num_rows)

@@ -179,10 +179,16 @@ def run(
 
 
 def run_window(
-    state: EngineState, row_ids: list[int], num_steps: int, *, params: dict | None = None
+    state: EngineState,
+    row_ids: list[int],
+    num_steps: int,
+    *,
+    num_run: int | None = None,
+    params: dict | None = None,
 ) -> tuple[EngineState, StepOutput]:
+    asked = None if num_run is None else np.int32(num_run)
     state, output = _window(
-        params or fragile_params(), state, _padded(row_ids), num_steps=num_steps
+        params or fragile_params(), state, _padded(row_ids), asked, num_steps=num_steps
     )
     return check(state), jax.device_get(output)
 

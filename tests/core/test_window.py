@@ -132,6 +132,29 @@ class TestWindowIsSteps:
         assert output.granted[:, 0].tolist() == [1, 1, 1, 0, 0]
         assert output.status[2, 0] == STATUS_BAD_NUMBERS
 
+    @pytest.mark.parametrize("num_run", [1, 3, 5])
+    def test_one_program_runs_windows_of_any_length(self, num_run):
+        """State and outputs are those of a window so long, with zeros behind the outputs. A row
+        stops inside, and one at the end."""
+        lengths = {1: 2, 2: num_run, 3: 20, 4: 20}
+        state = read(
+            fresh(),
+            *(
+                Request(i, p, max_len=len(p) + 1 + lengths[i], **MIXED[i])
+                for i, p in PROMPTS.items()
+            ),
+        )
+        whole, want = run_window(state, list(PROMPTS), num_run)
+        part, output = run_window(state, list(PROMPTS), 5, num_run=num_run)
+        assert_same_bits(part, whole)
+        for path, got in jax.tree.leaves_with_path(output):
+            if path[0].name == "num_free_blocks":
+                assert got.tolist() == [want.num_free_blocks[0]] * 5
+            else:
+                assert not got[num_run:].any(), path
+        behind = jax.tree.map(lambda x: x[:num_run], output)
+        jax.tree.map(np.testing.assert_array_equal, behind, want)
+
     def test_alone_the_bits_of_the_whole_state_are_those_of_steps(self):
         window = steps = read(fresh(), Request(2, PROMPTS[2], **WAYS["top_p"]))
         for num_steps in (1, 2, 3, 4, 5):

@@ -11,7 +11,9 @@ import pytest
 
 from jpaged import LLM, AsyncEngine, SamplingParams
 from jpaged.config import EngineConfig, ModelConfig
+from jpaged.core.sampling import Sampler
 from jpaged.engine import calls, compiled, warm_up
+from jpaged.engine.dispatch import pad_rows
 from jpaged.engine.warm_up import WarmUp
 from jpaged.errors import ConfigError
 from jpaged.models.forward import init_params
@@ -38,7 +40,8 @@ OPTIONS = {
     "num_gpu_blocks_override": 40,
     "implementation": "xla",
 }
-# Rows in buckets of 2 and 3, tokens in 16 and 24, windows of 2 and 1, chunks, a fork.
+# Rows in buckets of 2 and 3, tokens in 16 and 24, windows of 2 and 1, chunks, a fork. On a CPU the
+# program of windows of 2 serves those of 1 as well.
 PROMPTS = [[1, 5, 9], list(range(40)), [7] * 11, [3, 4], list(range(9, 30))]
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=4),
@@ -55,8 +58,6 @@ NAMES = [
     "prefill of 24 tokens in 3 rows",
     "2 decode steps of 2 rows",
     "2 decode steps of 3 rows",
-    "1 decode steps of 2 rows",
-    "1 decode steps of 3 rows",
 ]
 
 
@@ -88,7 +89,24 @@ def test_the_calls_ahead_are_those_of_the_buckets(params):
     without = OPTIONS | {"enable_prefix_caching": False, "num_decode_steps": 1}
     with LLM(MODEL, params=params, **without) as llm:
         found = [name for name, _ in llm.engine._device.calls_ahead()]
-        assert found == [n for n in NAMES if "look-up" not in n and "2 decode steps" not in n]
+        assert found == [n.replace("2 dec", "1 dec") for n in NAMES if "look-up" not in n]
+
+
+def test_windows_of_all_lengths_share_a_program_where_that_costs_nothing(params, monkeypatch):
+    """Else a window of one step has its own: on a GPU, and where all ids of a large vocabulary are
+    told, for which a longer window has too large results."""
+
+    def length(num_top: int) -> int:
+        device, sampler = llm.engine._device, Sampler(num_top=num_top)
+        rows = pad_rows((), 2)
+        call = device._calls.window({}, device.state, rows, num_steps=1, sampler=sampler)
+        assert call.args[3:] == (() if call.keywords["num_steps"] == 1 else (1,))
+        return call.keywords["num_steps"]
+
+    with LLM(MODEL, params=params, **OPTIONS) as llm:
+        assert [length(0), length(512), length(513)] == [2, 2, 1]
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        assert length(0) == 1
 
 
 def test_requests_run_while_programs_are_compiled(params, monkeypatch):
