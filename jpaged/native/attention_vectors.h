@@ -8,119 +8,86 @@
 #include <vector>
 
 #include "attention.h"
+#include "key_panels.h"
 
 namespace jpaged::vectors {
 
-#if defined(__AVX__) && !defined(__AVX512F__)
-constexpr int MAX_ROWS = 2;
+// Rows whose sums, UNROLL vectors each, stay in registers.
+#if defined(__x86_64__) && !defined(__AVX512F__)
+constexpr int MAX_ROWS = 3;
 #else
 constexpr int MAX_ROWS = 4;
 #endif
-constexpr int UNROLL = 4;      // vectors a row has in registers
+// Rows, up to which a tile's values are read where they stand; more have them widened once.
+constexpr int FEW_ROWS = 2 * MAX_ROWS;
+
+#define UNROLLED _Pragma("GCC unroll 16")  // sums are to be registers from the start
+
+// A vector that several products are to take from one register, not each from memory.
+inline Vec in_register(Vec v) {
+#if defined(__x86_64__)
+  asm("" : "+v"(v));
+#endif
+  return v;
+}
 
 // Widens a row of C; the rest of its place becomes zeros.
 template <class T>
 inline void widen_row(const T* from, int64_t C, int64_t padded, float* to) {
   int64_t c = 0;
-  for (; c + LANES <= C; c += LANES)
-    for (int64_t i = 0; i < LANES; ++i) to[c + i] = widen(from[c + i]);
+  for (; c + LANES <= C; c += LANES) store(to + c, read(from + c));
   for (; c < padded; ++c) to[c] = c < C ? widen(from[c]) : 0.0f;
 }
 
-// The first (second) half of a perfect shuffle of a and b.
-template <int... I>
-inline Vec low_pairs(Vec a, Vec b, std::integer_sequence<int, I...>) {
-  return __builtin_shufflevector(a, b, (I / 2 + I % 2 * LANES)...);
-}
-template <int... I>
-inline Vec high_pairs(Vec a, Vec b, std::integer_sequence<int, I...>) {
-  return __builtin_shufflevector(a, b, (LANES / 2 + I / 2 + I % 2 * LANES)...);
-}
-
-// Transposes a square of LANES x LANES: log2(LANES) perfect shuffles of its rows.
-inline void transpose(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
-  constexpr std::make_integer_sequence<int, LANES> lanes{};
-  Vec a[LANES], b[LANES];
-#pragma GCC unroll 16
-  for (int i = 0; i < LANES; ++i) a[i] = load(from + i * from_stride);
-#pragma GCC unroll 4
-  for (int step = 1; step < LANES; step *= 2) {
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES / 2; ++i) {
-      b[2 * i] = low_pairs(a[i], a[i + LANES / 2], lanes);
-      b[2 * i + 1] = high_pairs(a[i], a[i + LANES / 2], lanes);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; ++i) a[i] = b[i];
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < LANES; ++i) store(to + i * to_stride, a[i]);
-}
-
-// scores[r][TILE] = q[r][C] times keys[C][TILE], for R rows.
+// scores[r][TILE] = q[r][C] times a panel of keys, for R rows.
 template <int R>
 NOINLINE void score_rows(const float* q, int64_t q_stride, const float* keys, int64_t C,
                          float* scores) {
-  for (int at = 0; at < TILE; at += UNROLL * LANES) {
-    Vec sum[R][UNROLL] = {};
-    for (int64_t c = 0; c < C; ++c) {
-      Vec key[UNROLL];
-      for (int u = 0; u < UNROLL; ++u) key[u] = load(keys + c * TILE + at + u * LANES);
-      for (int r = 0; r < R; ++r)
-        for (int u = 0; u < UNROLL; ++u) sum[r][u] += q[r * q_stride + c] * key[u];
+  Vec sum[R][UNROLL];
+  UNROLLED for (int r = 0; r < R; ++r)
+    UNROLLED for (int u = 0; u < UNROLL; ++u) sum[r][u] = Vec{};
+  int64_t c = 0;
+  do {
+    Vec number[R];
+    UNROLLED for (int r = 0; r < R; ++r) number[r] = splat(q[r * q_stride + c]);
+    UNROLLED for (int u = 0; u < UNROLL; ++u) {
+      const Vec key = in_register(load(keys + c * PANEL + u * LANES));
+      UNROLLED for (int r = 0; r < R; ++r) sum[r][u] += number[r] * key;
     }
-    for (int r = 0; r < R; ++r)
-      for (int u = 0; u < UNROLL; ++u) store(scores + r * TILE + at + u * LANES, sum[r][u]);
-  }
+  } while (++c < C);
+  UNROLLED for (int r = 0; r < R; ++r)
+    UNROLLED for (int u = 0; u < UNROLL; ++u) store(scores + r * TILE + u * LANES, sum[r][u]);
 }
 
-// out[r][stride] += weights[r][TILE] times values[TILE][stride], over the keys from lo to hi.
-// A row of results takes `out_stride` floats.
-template <int R>
-NOINLINE void add_values(const float* weights, const float* values, int64_t stride, int lo, int hi,
+// out[r][U * LANES] += weights[r][TILE] times the values' columns from `at`, over the keys from lo to
+// hi, at least one. A row of results takes `out_stride` floats.
+template <int R, int U, class T>
+NOINLINE void add_values(const float* weights, const T* const* values, int64_t at, int lo, int hi,
                          float* out, int64_t out_stride) {
-  for (int64_t at = 0; at < stride; at += UNROLL * LANES) {
-    const int used = static_cast<int>(std::min<int64_t>(UNROLL, (stride - at) / LANES));
-    Vec sum[R][UNROLL] = {};
-    for (int r = 0; r < R; ++r)
-      for (int u = 0; u < used; ++u) sum[r][u] = load(out + r * out_stride + at + u * LANES);
-    if (used == UNROLL) {
-      for (int key = lo; key < hi; ++key) {
-        Vec value[UNROLL];
-        for (int u = 0; u < UNROLL; ++u) value[u] = load(values + key * stride + at + u * LANES);
-        for (int r = 0; r < R; ++r)
-          for (int u = 0; u < UNROLL; ++u) sum[r][u] += weights[r * TILE + key] * value[u];
-      }
-    } else {
-      for (int u = 0; u < used; ++u)
-        for (int key = lo; key < hi; ++key)
-          for (int r = 0; r < R; ++r)
-            sum[r][u] += weights[r * TILE + key] * load(values + key * stride + at + u * LANES);
+  Vec sum[R][U];
+  UNROLLED for (int r = 0; r < R; ++r)
+    UNROLLED for (int u = 0; u < U; ++u) sum[r][u] = load(out + r * out_stride + u * LANES);
+  int64_t key = lo;
+  do {
+    const T* from = values[key] + at;
+    Vec weight[R];
+    UNROLLED for (int r = 0; r < R; ++r) weight[r] = splat(weights[r * TILE + key]);
+    UNROLLED for (int u = 0; u < U; ++u) {
+      const Vec value = in_register(read(from + u * LANES));
+      UNROLLED for (int r = 0; r < R; ++r) sum[r][u] += weight[r] * value;
     }
-    for (int r = 0; r < R; ++r)
-      for (int u = 0; u < used; ++u) store(out + r * out_stride + at + u * LANES, sum[r][u]);
-  }
+  } while (++key < hi);
+  UNROLLED for (int r = 0; r < R; ++r)
+    UNROLLED for (int u = 0; u < U; ++u) store(out + r * out_stride + u * LANES, sum[r][u]);
 }
 
-// Calls f with `num`, from 1 to MAX_ROWS, as a compile-time constant.
-template <int R = MAX_ROWS, class F>
-inline void with_rows(int64_t num, F f) {
-  if constexpr (R > 1) {
-    if (num < R) return with_rows<R - 1>(num, f);
+// Calls f with `num`, from 1 to Most, as a compile-time constant.
+template <int Most, class F>
+inline void with_constant(int64_t num, F f) {
+  if constexpr (Most > 1) {
+    if (num < Most) return with_constant<Most - 1>(num, f);
   }
-  f(std::integral_constant<int, R>{});
-}
-
-// Widens the rows of a tile; those not live become zeros.
-template <class KV>
-void read_tile(const Places& places, const Places& next, const KV* pool, int64_t C, int64_t padded,
-               float* to) {
-  std::fill(to, to + places.begin * padded, 0.0f);
-  for (int key = places.begin; key < places.end; ++key) {
-    ask_for(pool + next.at[key], C);
-    widen_row(pool + places.at[key], C, padded, to + key * padded);
-  }
-  std::fill(to + places.end * padded, to + TILE * padded, 0.0f);
+  f(std::integral_constant<int, Most>{});
 }
 
 struct Scratch {  // a thread's own memory
@@ -138,26 +105,90 @@ const float* widen_queries(const Call& call, const Item& item, Scratch& scratch)
   return q;
 }
 
-// The softmax of the rows of one KV head takes a tile: its keys [C][TILE], its values as read.
-inline void add_tile(const Call& call, const Item& item, int64_t start, const float* q,
-                     const float* keys, const float* values, float* scores, float* rows) {
-  const int64_t padded = call.padded(), G = call.group(), num = item.num * G;
-  const auto row = [&](int64_t r) { return Row{rows + r * Row::size(padded)}; };
-  const auto visible = [&](int64_t r) { return call.visible(item.position + r / G, start); };
-  for (int64_t r = 0; r < num; r += MAX_ROWS)
-    with_rows(std::min<int64_t>(num - r, MAX_ROWS), [&](auto R) {
-      score_rows<R()>(q + r * padded, padded, keys, call.C, scores + r * TILE);
-    });
-  for (int64_t r = 0, next; r < num; r = next) {
-    const auto [lo, hi] = visible(r);
-    for (next = r + 1; next < num && next < r + MAX_ROWS; ++next)
-      if (visible(next) != std::pair<int, int>(lo, hi)) break;
-    if (lo >= hi) continue;
-    for (int64_t i = r; i < next; ++i) weigh(call.rule, scores + i * TILE, lo, hi, row(i), padded);
-    with_rows(next - r, [&, lo = lo, hi = hi](auto R) {
-      add_values<R()>(scores + r * TILE, values, padded, lo, hi, row(r).value(), Row::size(padded));
-    });
+// What the rows of one KV head see of a tile.
+struct Sight {
+  const Call& call;
+  const Item& item;
+  int64_t start;
+  bool is_whole;  // all of them see all of it
+
+  Sight(const Call& call, const Item& item, int64_t start) : call(call), item(item), start(start) {
+    const std::pair<int, int> all{0, TILE};
+    is_whole = call.visible(item.position, start) == all &&
+               call.visible(item.position + item.num - 1, start) == all;
   }
+  std::pair<int, int> of(int64_t r) const {
+    if (is_whole) return {0, TILE};
+    return call.visible(item.position + r / call.group(), start);
+  }
+};
+
+// The scores of a tile's keys, in panels. Queries before a panel see nothing of it.
+inline void score_tile(const Call& call, const Item& item, int64_t start, const float* q,
+                       const float* keys, float* scores) {
+  const int64_t padded = call.padded(), G = call.group(), num = item.num * G;
+  for (int at = 0; at < TILE; at += PANEL) {
+    const float* panel = keys + at * panel_depth(call.C);
+    for (int64_t r = std::max<int64_t>(start + at - item.position, 0) * G; r < num; r += MAX_ROWS)
+      with_constant<MAX_ROWS>(num - r, [&](auto R) {
+        score_rows<R()>(q + r * padded, padded, panel, call.C, scores + r * TILE + at);
+      });
+  }
+}
+
+// Adds U vectors of the values' columns to R rows: over the keys that all of these see at once, and
+// over those before and behind row by row, so that each row takes its keys in order.
+template <int R, int U, class T>
+inline void add_to_rows(const Sight& sight, int64_t first, const float* weights,
+                        const T* const* values, int64_t at, float* out, int64_t out_stride) {
+  std::pair<int, int> seen[R];
+  int lo = 0, hi = TILE;
+  for (int r = 0; r < R; ++r) {
+    seen[r] = sight.of(first + r);
+    lo = std::max(lo, seen[r].first), hi = std::min(hi, seen[r].second);
+  }
+  if (lo >= hi) lo = hi = TILE;
+  const auto add_alone = [&](int r, int from, int to) {
+    if (from < to)
+      add_values<1, U>(weights + r * TILE, values, at, from, to, out + r * out_stride, out_stride);
+  };
+  for (int r = 0; r < R; ++r) add_alone(r, seen[r].first, std::min(seen[r].second, lo));
+  if (lo < hi) add_values<R, U>(weights, values, at, lo, hi, out, out_stride);
+  for (int r = 0; r < R; ++r) add_alone(r, std::max(seen[r].first, hi), seen[r].second);
+}
+
+// The rows' weighted values, in panels of columns.
+template <class T>
+void add_tile(const Sight& sight, const float* weights, const T* const* values, float* rows) {
+  const Call& call = sight.call;
+  const int64_t padded = call.padded(), num = sight.item.num * call.group();
+  const int64_t stride = Row::size(padded);
+  for (int64_t at = 0; at < padded; at += PANEL)
+    with_constant<UNROLL>((padded - at) / LANES, [&](auto U) {
+      for (int64_t r = 0; r < num; r += MAX_ROWS)
+        with_constant<MAX_ROWS>(num - r, [&](auto R) {
+          add_to_rows<R(), U()>(sight, r, weights + r * TILE, values, at,
+                                Row{rows + r * stride}.value() + at, stride);
+        });
+    });
+}
+
+// Gives f a tile's values by key, where they stand or widened. Asks for the next tile's.
+template <class KV, class F>
+inline void with_values(const Places& places, const Places& next, const KV* pool, int64_t C,
+                        int64_t padded, bool is_for_few, float* room, F f) {
+  const KV* values[TILE];
+  for (int key = 0; key < TILE; ++key) {
+    ask_for(pool + next.at[key], C);
+    values[key] = pool + places.at[key];
+  }
+  if (is_for_few && C == padded) return f(values);
+  const float* widened[TILE];
+  for (int key = places.begin; key < places.end; ++key) {
+    widen_row(values[key], C, padded, room + key * padded);
+    widened[key] = room + key * padded;
+  }
+  f(widened);
 }
 
 // A segment: `rows` gets the softmax of each of the item's queries, by KV head. q: these, widened.
@@ -165,21 +196,25 @@ template <class KV>
 void attend_segment(const Call& call, const Item& item, int64_t segment, const float* q,
                     Scratch& scratch, float* rows) {
   const int64_t C = call.C, padded = call.padded(), num = item.num * call.group();
-  float* keys = room(scratch.keys, TILE * padded);
+  const int64_t stride = Row::size(padded);
+  float* keys = room(scratch.keys, TILE * panel_depth(C));
   float* values = room(scratch.values, TILE * padded);
   float* scores = room(scratch.scores, num * TILE);
-  for (int64_t r = 0; r < num * item.num_heads; ++r) Row{rows + r * Row::size(padded)}.clear(padded);
+  const auto *k = static_cast<const KV*>(call.k), *v = static_cast<const KV*>(call.v);
+  for (int64_t r = 0; r < num * item.num_heads; ++r) Row{rows + r * stride}.clear(padded);
   const int64_t end = std::min((segment + 1) * SEGMENT, live(call, item).second);
   for (int64_t start = first_tile(call, item, segment); start < end; start += TILE) {
     const Places places = locate(call, item, start), next = locate_next(call, item, start);
+    const Sight sight(call, item, start);
     for (int64_t h = 0; h < item.num_heads; ++h) {
-      read_tile(places, next, static_cast<const KV*>(call.k) + h * C, C, padded, values);
-      for (int64_t key = 0; key < TILE; key += LANES)
-        for (int64_t c = 0; c < padded; c += LANES)
-          transpose(values + key * padded + c, padded, keys + c * TILE + key, TILE);
-      read_tile(places, next, static_cast<const KV*>(call.v) + h * C, C, padded, values);
-      add_tile(call, item, start, q + h * num * padded, keys, values, scores,
-               rows + h * num * Row::size(padded));
+      float* head = rows + h * num * stride;
+      pack_keys(places, next, k + h * C, C, keys);
+      score_tile(call, item, start, q + h * num * padded, keys, scores);
+      for (int64_t r = 0; r < num; ++r)
+        if (const auto [lo, hi] = sight.of(r); lo < hi)
+          weigh(call.rule, scores + r * TILE, lo, hi, Row{head + r * stride}, padded);
+      with_values(places, next, v + h * C, C, padded, num <= FEW_ROWS, values,
+                  [&](const auto* const* by_key) { add_tile(sight, scores, by_key, head); });
     }
   }
 }

@@ -32,7 +32,7 @@ inline Vec load(const float* from) {
   return v;
 }
 inline void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
-inline Vec splat(float x) { return Vec{} + x; }
+inline Vec splat(float x) { return x - Vec{}; }  // less 0 is itself, -0 too: a mere broadcast
 inline Vec select(Mask mask, Vec a, Vec b) { return mask ? a : b; }
 inline Vec larger(Vec a, Vec b) { return select(a > b, a, b); }
 
