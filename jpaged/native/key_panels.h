@@ -115,14 +115,11 @@ inline void turn_rows(const KV* const* rows, int64_t C, float* to) {
 
 // A tile's keys, as panels: [TILE / PANEL][depth][PANEL]. Those not live are anything.
 template <class KV>
-void pack_keys(const Places& places, const Places& next, const KV* pool, int64_t C, float* to) {
+void pack_keys(const Places& places, const KV* pool, int64_t C, float* to) {
   const int64_t depth = panel_depth(C);
   for (int key = 0; key < TILE; key += LANES) {
     const KV* rows[LANES];
-    for (int i = 0; i < LANES; ++i) {
-      ask_for(pool + next.at[key + i], C);
-      rows[i] = pool + places.at[key + i];
-    }
+    for (int i = 0; i < LANES; ++i) rows[i] = pool + places.at[key + i];
     turn_rows(rows, C, to + key / PANEL * PANEL * depth + key % PANEL);
   }
 }

@@ -55,6 +55,8 @@ def test_random_calls(kind: str, kernel: str, form: str, tmp_path: Path):
         ("attention", "end = std::min(start + TILE, hi)", "end = std::min(start + TILE, hi + 1)"),
         # A row read in whole vectors, past its end and at last past the pool's.
         ("attention", "c < C ? widen(from[c]) : 0.0f", "widen(from[c])"),
+        # A key read in whole chunks of columns.
+        ("attention", "c + WIDTH <= C; c += WIDTH", "c < C; c += WIDTH"),
         # A row of x read in whole vectors.
         ("matmul", "if (num >= LANES) return read(from);", "return read(from);"),
         # A head written in whole vectors, past the last one's end.
