@@ -164,6 +164,14 @@ inline void score_tile(const Call& call, const Item& item, int64_t start, const 
   }
 }
 
+// Makes weights of a tile's scores.
+inline NOINLINE void weigh_tile(const Sight& sight, float* scores, float* rows) {
+  const ScoreRule rule = sight.call.rule;
+  const int64_t padded = sight.call.padded(), num = sight.item.num * sight.call.group();
+  for (int64_t r = 0; r < num; ++r, scores += TILE, rows += Row::size(padded))
+    if (const auto [lo, hi] = sight.of(r); lo < hi) weigh(rule, scores, lo, hi, Row{rows}, padded);
+}
+
 // Adds U vectors of the values' columns to R rows: over the keys that all of these see at once, and
 // over those before and behind row by row, so that each row takes its keys in order.
 template <int R, int U, class V>
@@ -219,6 +227,7 @@ struct Tile {
         sight(call, item, start) {}
 };
 
+// Adds the values of the h-th head that an item has.
 template <class KV>
 void add_in_place(const Tile& tile, int64_t h, const float* weights, const int64_t* pieces,
                   float* rows) {
@@ -271,9 +280,7 @@ void attend_segment(const Call& call, const Item& item, int64_t segment, const f
       float* head = rows + h * num * stride;
       pack_keys(tile.places, static_cast<const KV*>(call.k) + h * C, C, keys);
       score_tile(call, item, start, q + h * num * padded, keys, scores);
-      for (int64_t r = 0; r < num; ++r)
-        if (const auto [lo, hi] = tile.sight.of(r); lo < hi)
-          weigh(call.rule, scores + r * TILE, lo, hi, Row{head + r * stride}, padded);
+      weigh_tile(tile.sight, scores, head);
       if (is_in_place)
         add_in_place<KV>(tile, h, scores, pieces, head);
       else

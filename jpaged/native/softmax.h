@@ -76,22 +76,19 @@ struct Row {
 };
 
 // Makes weights of the scores of a tile, of which the keys from lo to hi are visible.
-inline NOINLINE void weigh(const ScoreRule& rule, float* scores, int lo, int hi, Row row,
-                           int64_t padded) {
-  Vec score[TILE / LANES], largest_of = splat(HIDDEN);
+inline void weigh(const ScoreRule& rule, float* scores, int lo, int hi, Row row, int64_t padded) {
   rule.cap(scores, TILE);
-  std::fill(scores, scores + lo, HIDDEN);
-  std::fill(scores + hi, scores + TILE, HIDDEN);
-  for (int i = 0; i < TILE / LANES; ++i) {
-    score[i] = load(scores + i * LANES);
-    largest_of = larger(score[i], largest_of);
-  }
-  const float peak = largest(largest_of) * rule.factor;
-  if (row.is_left_by(peak)) row.follow(peak, padded);
+  if (lo > 0) std::fill(scores, scores + lo, HIDDEN);
+  if (hi < TILE) std::fill(scores + hi, scores + TILE, HIDDEN);
+  Vec largest_of = splat(HIDDEN);
+  for (int i = 0; i < TILE; i += LANES) largest_of = larger(load(scores + i), largest_of);
+  const float largest_score = largest(largest_of) * rule.factor;
+  if (row.is_left_by(largest_score)) row.follow(largest_score, padded);
+  const Vec factor = splat(rule.factor), peak = splat(row.peak());
   Vec total = load(row.totals());
-  for (int i = 0; i < TILE / LANES; ++i) {
-    const Vec weight = exp2(score[i] * rule.factor - row.peak());
-    store(scores + i * LANES, weight);
+  for (int i = 0; i < TILE; i += LANES) {
+    const Vec weight = exp2(load(scores + i) * factor - peak);
+    store(scores + i, weight);
     total += weight;
   }
   store(row.totals(), total);
