@@ -18,8 +18,9 @@ constexpr int MAX_ROWS = 3;
 #else
 constexpr int MAX_ROWS = 4;
 #endif
-// Rows, up to which a tile's values are read where they stand; more have them widened once.
-constexpr int FEW_ROWS = 2 * MAX_ROWS;
+// Rows, up to which a tile's values are read where they stand; more have them widened once, or packed.
+template <class KV>
+constexpr int FEW_ROWS = std::is_same_v<KV, float> ? 16 : 2 * MAX_ROWS;
 
 #define UNROLLED _Pragma("GCC unroll 16")  // sums are to be registers from the start
 
@@ -59,6 +60,24 @@ NOINLINE void score_rows(const float* q, int64_t q_stride, const float* keys, in
     UNROLLED for (int u = 0; u < UNROLL; ++u) store(scores + r * TILE + u * LANES, sum[r][u]);
 }
 
+// What is asked for while a tile is attended: the next tile, in the order in which it lies in memory,
+// all heads of a token one after the other. Else the processor gets to it at two thirds of the speed.
+template <class KV>
+struct Ahead {
+  const KV *k, *v;        // the pools
+  const int64_t* pieces;  // where in the pools they begin; a head's share, one for each key and panel
+
+  void ask(int64_t i) const {
+    constexpr int64_t LINE = 64 / sizeof(KV);
+    const int64_t piece = pieces[i];
+    // A line of keys and one of values in turns: one pool's lines before the other's were slower.
+    UNROLLED for (int64_t c = 0; c < PANEL; c += LINE) {
+      __builtin_prefetch(k + piece + c, 0, 2);
+      __builtin_prefetch(v + piece + c, 0, 2);
+    }
+  }
+};
+
 // A tile's values, widened.
 struct Widened {
   const float* rows[TILE];
@@ -66,23 +85,13 @@ struct Widened {
   void ask(int64_t, int64_t) const {}
 };
 
-// A tile's values where they stand. Who adds them asks meanwhile, key by key, for the next tile: in the
-// order in which that lies in memory, all heads of a token one after the other. Else the processor
-// gets to it at two thirds of the speed.
+// A tile's values where they stand. Who adds them asks for the next tile meanwhile.
 template <class KV>
 struct InPlace {
   const KV* rows[TILE];
-  const KV *k, *v;       // the pools
-  const int64_t* pieces;  // [padded / PANEL][TILE]: where in the pools what is to be asked for begins
+  Ahead<KV> ahead;
 
-  void ask(int64_t key, int64_t at) const {
-    constexpr int64_t LINE = 64 / sizeof(KV);
-    const int64_t piece = pieces[at / PANEL * TILE + key];
-    UNROLLED for (int64_t c = 0; c < PANEL; c += LINE) {
-      __builtin_prefetch(k + piece + c, 0, 2);
-      __builtin_prefetch(v + piece + c, 0, 2);
-    }
-  }
+  void ask(int64_t key, int64_t at) const { ahead.ask(at / PANEL * TILE + key); }
 };
 
 // out[r][U * LANES] += weights[r][TILE] times the values' columns from `at`, over the keys from lo to
@@ -227,32 +236,28 @@ struct Tile {
         sight(call, item, start) {}
 };
 
-// Adds the values of the h-th head that an item has.
+// Adds the values of the head at `v`.
 template <class KV>
-void add_in_place(const Tile& tile, int64_t h, const float* weights, const int64_t* pieces,
+void add_in_place(const Tile& tile, const KV* v, const Ahead<KV>& ahead, const float* weights,
                   float* rows) {
-  const Call& call = tile.sight.call;
-  const int64_t num_panels = (call.padded() + PANEL - 1) / PANEL;
   InPlace<KV> values;
-  values.k = static_cast<const KV*>(call.k), values.v = static_cast<const KV*>(call.v);
-  values.pieces = pieces + h * num_panels * TILE;
+  values.ahead = ahead;
   for (int key = 0; key < TILE; ++key) {
-    values.rows[key] = values.v + h * call.C + tile.places.at[key];
+    values.rows[key] = v + tile.places.at[key];
     if (tile.places.has(key)) continue;
-    for (int64_t i = 0; i < num_panels; ++i) values.ask(key, i * PANEL);
+    for (int64_t at = 0; at < tile.sight.call.padded(); at += PANEL) values.ask(key, at);
   }
   add_tile(tile.sight, weights, values, rows);
 }
 
 template <class KV>
-void add_widened(const Tile& tile, int64_t h, const float* weights, float* room, float* rows) {
-  const Call& call = tile.sight.call;
-  const int64_t C = call.C, padded = call.padded();
-  const KV *k = static_cast<const KV*>(call.k) + h * C, *v = static_cast<const KV*>(call.v) + h * C;
+void add_widened(const Tile& tile, const KV* v, const Ahead<KV>& ahead, const float* weights,
+                 float* room, float* rows) {
+  const int64_t C = tile.sight.call.C, padded = tile.sight.call.padded();
+  const int64_t num_panels = (padded + PANEL - 1) / PANEL;
   Widened values;
   for (int key = 0; key < TILE; ++key) {
-    ask_for(k + tile.next.at[key], C);
-    ask_for(v + tile.next.at[key], C);
+    for (int64_t i = 0; i < num_panels; ++i) ahead.ask(key * num_panels + i);
     values.rows[key] = room + key * padded;
     if (tile.places.has(key)) widen_row(v + tile.places.at[key], C, padded, room + key * padded);
   }
@@ -265,26 +270,28 @@ void attend_segment(const Call& call, const Item& item, int64_t segment, const f
                     Scratch& scratch, float* rows) {
   const int64_t C = call.C, padded = call.padded(), num = item.num * call.group();
   const int64_t stride = Row::size(padded);
-  const int64_t num_pieces = item.num_heads * ((padded + PANEL - 1) / PANEL) * TILE;
-  const bool is_in_place = num <= FEW_ROWS && C == padded;
+  const int64_t share = (padded + PANEL - 1) / PANEL * TILE;  // of a head, in pieces
+  const bool is_in_place = num <= FEW_ROWS<KV> && C == padded;
   float* keys = room(scratch.keys, TILE * panel_depth(C));
   float* values = room(scratch.values, TILE * padded);
   float* scores = room(scratch.scores, num * TILE);
-  int64_t* pieces = room(scratch.pieces, num_pieces);
+  int64_t* pieces = room(scratch.pieces, item.num_heads * share);
+  const auto *k = static_cast<const KV*>(call.k), *v = static_cast<const KV*>(call.v);
   for (int64_t r = 0; r < num * item.num_heads; ++r) Row{rows + r * stride}.clear(padded);
   const int64_t end = std::min((segment + 1) * SEGMENT, live(call, item).second);
   for (int64_t start = first_tile(call, item, segment); start < end; start += TILE) {
     const Tile tile(call, item, start);
-    if (is_in_place) list_pieces(tile.next, item.num_heads * C, num_pieces, pieces);
+    list_pieces(tile.next, item.num_heads * C, item.num_heads * share, pieces);
     for (int64_t h = 0; h < item.num_heads; ++h) {
       float* head = rows + h * num * stride;
-      pack_keys(tile.places, static_cast<const KV*>(call.k) + h * C, C, keys);
+      const Ahead<KV> ahead{k, v, pieces + h * share};
+      pack_keys(tile.places, k + h * C, C, keys);
       score_tile(call, item, start, q + h * num * padded, keys, scores);
       weigh_tile(tile.sight, scores, head);
       if (is_in_place)
-        add_in_place<KV>(tile, h, scores, pieces, head);
+        add_in_place(tile, v + h * C, ahead, scores, head);
       else
-        add_widened<KV>(tile, h, scores, values, head);
+        add_widened(tile, v + h * C, ahead, scores, values, head);
     }
   }
 }

@@ -31,6 +31,9 @@ inline Quad read_words(const void* from) {
 inline Quad read_quad(const float* from) { return read_words(from); }
 inline Quad read_quad(const BFloat16* from) { return read_words(from); }  // pairs
 inline Quad read_quad(const _Float16* from) {
+#if defined(__F16C__)
+  return _mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+#endif
   return Quad{widen(from[0]), widen(from[1]), widen(from[2]), widen(from[3])};
 }
 
