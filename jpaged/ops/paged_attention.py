@@ -19,7 +19,6 @@ from jax import lax
 
 from jpaged.native import attention as native
 from jpaged.ops import kernel_attention
-from jpaged.ops.invariant import sum_last
 from jpaged.ops.kv_cache import LayerKV, read_blocks
 from jpaged.typing import Array, Bool, Float, Int
 
@@ -334,9 +333,14 @@ def _product(
 def _sum_weights(
     weights: Float[Array, "B K tile_q tile_kv"], rule: _Rule
 ) -> Float[Array, "B K tile_q"]:
+    """Of each query. In deterministic mode it is a product with ones, not a sum, which is fused
+    with the exponentials before it and had other bits in some shapes (jax 0.10.2 on AVX2).
+    """
     if rule.fixed_rows is None:
         return jnp.sum(weights, axis=-1)
-    return sum_last(weights)
+    B, K, _, tile_kv = weights.shape
+    ones = jnp.ones((B, K, tile_kv, 1), weights.dtype)
+    return _product(weights, ones, rule, contract=2)[..., 0]
 
 
 def _batched_dot(
