@@ -2,10 +2,11 @@
 
 #pragma once
 
-// JPAGED_NO_TILES: for tests of the other form, on a processor that has them.
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && \
-    defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__linux__) && !defined(JPAGED_NO_TILES)
-#include <immintrin.h>
+#include "pairs.h"
+
+// JPAGED_NO_TILES: for tests of the other forms, on a processor that has them.
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && HAS_PAIRS && \
+    defined(__linux__) && !defined(JPAGED_NO_TILES)
 #include <sys/syscall.h>
 #include <unistd.h>
 #define HAS_TILES 1
@@ -20,7 +21,7 @@
 
 namespace jpaged::tiles {
 
-constexpr int SIDE = 16;       // rows of a tile, and its float32 or int32 columns
+using pairs::SIDE;  // rows of a tile, and its float32 or int32 columns
 constexpr int ROW_BYTES = 64;
 
 // Linux lets a process use tiles once it has asked.

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "attention_pairs.h"
 #include "attention_tiles.h"
 #include "attention_vectors.h"
 #include "numbers.h"
@@ -77,20 +78,35 @@ void attend_segments(const Call& call, const Item& item, F attend) {
   finish_all<Q>(call, item, merged);
 }
 
+#if HAS_PAIRS
+void attend_in_pairs(const Call& call, const Item& item) {
+  thread_local pairs::Scratch scratch;
+  pairs::pack_queries(call, item, scratch);
+  const auto attend_all = [&](auto add) {
+    attend_segments<BFloat16>(call, item, [&](int64_t s, float* rows) {
+      pairs::attend_segment(call, item, s, scratch, rows, add);
+    });
+  };
+#if HAS_TILES
+  if (tiles::is_allowed()) {
+    tiles::Shapes shapes;
+    return attend_all([&](int64_t start, const auto* q, const auto* keys, const auto* values,
+                          float* rows) {
+      tiles::add_tile(call, item, start, q, keys, values, scratch, rows, shapes);
+    });
+  }
+#endif
+  attend_all([&](int64_t start, const auto* q, const auto* keys, const auto* values, float* rows) {
+    pairs::add_tile(call, item, start, q, keys, values, scratch, rows);
+  });
+}
+#endif
+
 template <class Q, class KV>
 void attend(const Call& call, const Item& item) {
-#if HAS_TILES
-  if constexpr (std::is_same_v<Q, BFloat16> && std::is_same_v<KV, BFloat16>) {
-    if (tiles::is_allowed()) {
-      thread_local tiles::Scratch scratch;
-      tiles::pack_queries(call, item, scratch);
-      tiles::Shapes shapes;
-      attend_segments<Q>(call, item, [&](int64_t s, float* rows) {
-        tiles::attend_segment(call, item, s, scratch, shapes, rows);
-      });
-      return;
-    }
-  }
+#if HAS_PAIRS
+  if constexpr (std::is_same_v<Q, BFloat16> && std::is_same_v<KV, BFloat16>)
+    return attend_in_pairs(call, item);
 #endif
   thread_local vectors::Scratch scratch;
   const float* q = vectors::widen_queries<Q>(call, item, scratch);

@@ -22,8 +22,6 @@ constexpr int MAX_ROWS = 4;
 template <class KV>
 constexpr int FEW_ROWS = std::is_same_v<KV, float> ? 16 : 2 * MAX_ROWS;
 
-#define UNROLLED _Pragma("GCC unroll 16")  // sums are to be registers from the start
-
 // A vector that several products are to take from one register, not each from memory.
 inline Vec in_register(Vec v) {
 #if defined(__x86_64__)
@@ -115,15 +113,6 @@ NOINLINE void add_values(const float* weights, const V& values, int64_t at, int 
   } while (++key < hi);
   UNROLLED for (int r = 0; r < R; ++r)
     UNROLLED for (int u = 0; u < U; ++u) store(out + r * out_stride + u * LANES, sum[r][u]);
-}
-
-// Calls f with `num`, from 1 to Most, as a compile-time constant.
-template <int Most, class F>
-inline void with_constant(int64_t num, F f) {
-  if constexpr (Most > 1) {
-    if (num < Most) return with_constant<Most - 1>(num, f);
-  }
-  f(std::integral_constant<int, Most>{});
 }
 
 struct Scratch {  // a thread's own memory

@@ -15,6 +15,7 @@
 // steps, whatever rows are beside it.
 
 #include "integer_tiles.h"
+#include "pair_products.h"
 #include "product.h"
 #include "share_out.h"
 #include "tiles.h"
@@ -36,12 +37,15 @@ struct Form {
 };
 
 Form choose_form([[maybe_unused]] const Product& p) {
+  [[maybe_unused]] const bool is_bf16 = p.kind == Kind::bf16 && p.x_dtype == DType::bf16;
 #if HAS_TILES
-  const bool is_bf16 = p.kind == Kind::bf16 && p.x_dtype == DType::bf16;
   if (tiles::is_allowed() && (is_bf16 || p.kind == Kind::f32))
-    return {tiles::reserve, tiles::make_ready, tiles::multiply_panels};
+    return {planes::reserve, planes::make_ready, tiles::multiply_panels};
   if (tiles::is_allowed() && (p.kind == Kind::i8 || p.kind == Kind::i4))
     return {tiles::reserve_integers, tiles::make_integers, tiles::multiply_panels_of_integers};
+#endif
+#if HAS_PAIRS
+  if (is_bf16) return {planes::reserve, planes::make_ready, pairs::multiply_panels};
 #endif
   return {vectors::reserve, vectors::make_ready, vectors::multiply_panels};
 }

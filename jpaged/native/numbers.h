@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #if defined(__F16C__)
@@ -25,6 +26,7 @@ using Vec = float __attribute__((vector_size(4 * LANES)));
 using Mask = int32_t __attribute__((vector_size(4 * LANES)));
 using Word = uint32_t __attribute__((vector_size(4 * LANES)));
 #define NOINLINE __attribute__((noinline))  // one body, so one arithmetic for all who call it
+#define UNROLLED _Pragma("GCC unroll 16")   // sums are to be registers from the start
 
 inline Vec load(const float* from) {
   Vec v;
@@ -152,6 +154,15 @@ void with_type(DType dtype, F f) {
   if (dtype == DType::f32) f(static_cast<float*>(nullptr));
   if (dtype == DType::bf16) f(static_cast<BFloat16*>(nullptr));
   if (dtype == DType::f16) f(static_cast<_Float16*>(nullptr));
+}
+
+// Calls f with `num`, from 1 to Most, as a compile-time constant.
+template <int Most, class F>
+inline void with_constant(int64_t num, F f) {
+  if constexpr (Most > 1) {
+    if (num < Most) return with_constant<Most - 1>(num, f);
+  }
+  f(std::integral_constant<int, Most>{});
 }
 
 // The first number of a vector that stands at the beginning of a line of the processor's cache.

@@ -1,13 +1,13 @@
-// The online softmax of up to 16 rows at once: what `weigh` does to one, for products in tiles.
+// The online softmax of up to 16 rows at once: what `weigh` does to one, for products in pairs.
 
 #pragma once
 
-#include "amx.h"
+#include "pairs.h"
 #include "softmax.h"
 
-#if HAS_TILES
+#if HAS_PAIRS
 
-namespace jpaged::tiles {
+namespace jpaged::pairs {
 
 constexpr int KEY_TILES = TILE / SIDE;
 static_assert(KEY_TILES == 4 && LANES == SIDE);
@@ -95,6 +95,6 @@ inline void weigh_group(const ScoreRule& rule, const float* scores, const Visibl
   }
 }
 
-}  // namespace jpaged::tiles
+}  // namespace jpaged::pairs
 
 #endif
