@@ -23,6 +23,7 @@ struct Scratch {  // a thread's own memory
   std::vector<uint32_t> values;   // [TILE/2][depth]: pairs of neighbouring keys
   std::vector<uint16_t> weights;  // [2][SIDE][TILE]: of two groups
   std::vector<float> scores;      // [2][SIDE][TILE]
+  std::vector<int64_t> lines;     // of the next tile
 };
 
 inline int64_t depth_of(const Call& call) { return (call.C + DEPTH - 1) / DEPTH * DEPTH; }
@@ -33,6 +34,22 @@ inline __m512i load_row(const uint16_t* row, int64_t c, int64_t C) {
   const __mmask32 mask = left >= DEPTH ? 0xffffffffu : (1u << left) - 1;
   return _mm512_maskz_loadu_epi16(mask, row + c);
 }
+
+// A tile's rows in a pool.
+struct Rows {
+  const Places& places;
+  const uint16_t* pool;
+  int64_t C;
+
+  // Whether all of the tile's vectors can be read as they stand.
+  bool are_whole() const { return places.begin == 0 && places.end == TILE && C % DEPTH == 0; }
+  // DEPTH numbers of a row, from the c-th; zeros behind its end, and where it is not live.
+  template <bool is_whole>
+  __m512i load(int key, int64_t c) const {
+    if (is_whole) return _mm512_loadu_si512(pool + places.at[key] + c);
+    return places.has(key) ? load_row(pool + places.at[key], c, C) : _mm512_setzero_si512();
+  }
+};
 
 inline void pack_queries(const Call& call, const Item& item, Scratch& scratch) {
   const int64_t depth = depth_of(call);
@@ -63,25 +80,45 @@ inline void store_transposed(__m512i (&a)[SIDE], uint32_t* to, int64_t stride) {
   for (int i = 0; i < SIDE; ++i) _mm512_store_si512(to + i * stride, a[i]);
 }
 
-// The keys of a tile as pairs; those not live are zeros. Asks for the next tile's.
-inline void pack_keys(const Places& places, const Places& next, const uint16_t* pool, int64_t C,
-                      int64_t depth, uint32_t* to) {
+// What is asked for while a tile is packed: the next tile, line by line as it lies in memory, keys and
+// values in turns. A head has its share of the lines.
+struct Ahead {
+  const uint16_t *k, *v;  // the pools
+  const int64_t* lines;   // where in the pools they begin
+
+  void ask(int64_t i) const {
+    _mm_prefetch(k + lines[i], _MM_HINT_T1);
+    _mm_prefetch(v + lines[i], _MM_HINT_T1);
+  }
+};
+
+// The lines of a tile's tokens of `width` numbers, and pads until there are `num`.
+inline void list_lines(const Places& places, int64_t width, int64_t num, int64_t* to) {
+  const int64_t* end = to + num;
+  for (int key = 0; key < TILE; ++key)
+    for (int64_t c = 0; c < width; c += DEPTH) *to++ = places.at[key] + c;
+  while (to < end) *to++ = 0;
+}
+
+// The keys of a tile as pairs; those not live are zeros.
+template <bool is_whole>
+inline void pack_keys(const Rows& from, int64_t depth, const Ahead& ahead, uint32_t* to) {
   for (int first = 0; first < TILE; first += SIDE)
     for (int64_t c = 0; c < depth; c += DEPTH) {
       __m512i rows[SIDE];
 #pragma GCC unroll 16
       for (int i = 0; i < SIDE; ++i) {
         const int key = first + i;
-        _mm_prefetch(pool + next.at[key] + c, _MM_HINT_T1);
-        rows[i] = places.has(key) ? load_row(pool + places.at[key], c, C) : _mm512_setzero_si512();
+        ahead.ask((first * depth + c * SIDE) / DEPTH + i);
+        rows[i] = from.load<is_whole>(key, c);
       }
       store_transposed(rows, to + c / 2 * TILE + first, TILE);
     }
 }
 
-// The values of a tile as pairs; those not live are zeros. Asks for the next tile's.
-inline void pack_values(const Places& places, const Places& next, const uint16_t* pool, int64_t C,
-                        int64_t depth, uint32_t* to) {
+// The values of a tile as pairs; those not live are zeros.
+template <bool is_whole>
+inline void pack_values(const Rows& from, int64_t depth, uint32_t* to) {
   __m512i low = _mm512_setzero_si512(), high = low;
   alignas(64) uint16_t places_low[DEPTH], places_high[DEPTH];
   for (int i = 0; i < SIDE; ++i)
@@ -93,11 +130,7 @@ inline void pack_values(const Places& places, const Places& next, const uint16_t
   for (int key = 0; key < TILE; key += 2, to += depth)
     for (int64_t c = 0; c < depth; c += DEPTH) {
       __m512i rows[2];
-      for (int i = 0; i < 2; ++i) {
-        _mm_prefetch(pool + next.at[key + i] + c, _MM_HINT_T1);
-        rows[i] = places.has(key + i) ? load_row(pool + places.at[key + i], c, C)
-                                      : _mm512_setzero_si512();
-      }
+      for (int i = 0; i < 2; ++i) rows[i] = from.load<is_whole>(key + i, c);
       _mm512_store_si512(to + c, _mm512_permutex2var_epi16(rows[0], low, rows[1]));
       _mm512_store_si512(to + c + SIDE, _mm512_permutex2var_epi16(rows[0], high, rows[1]));
     }
@@ -163,17 +196,27 @@ inline void attend_segment(const Call& call, const Item& item, int64_t segment, 
                            float* rows, F add) {
   const int64_t C = call.C, padded = call.padded(), depth = depth_of(call);
   const int64_t num = item.num * call.group(), stride = Row::size(padded);
+  const int64_t share = TILE * depth / DEPTH;  // of a head, in lines
   uint32_t* keys = room(scratch.keys, depth / 2 * TILE);
   uint32_t* values = room(scratch.values, TILE / 2 * depth);
+  int64_t* lines = room(scratch.lines, item.num_heads * share);
   const auto* k = static_cast<const uint16_t*>(call.k);
   const auto* v = static_cast<const uint16_t*>(call.v);
   for (int64_t r = 0; r < num * item.num_heads; ++r) Row{rows + r * stride}.clear(padded);
   const int64_t end = std::min((segment + 1) * SEGMENT, live(call, item).second);
   for (int64_t start = first_tile(call, item, segment); start < end; start += TILE) {
-    const Places places = locate(call, item, start), next = locate_next(call, item, start);
+    const Places places = locate(call, item, start);
+    list_lines(locate_next(call, item, start), item.num_heads * C, item.num_heads * share, lines);
     for (int64_t h = 0; h < item.num_heads; ++h) {
-      pack_keys(places, next, k + h * C, C, depth, keys);
-      pack_values(places, next, v + h * C, C, depth, values);
+      const Ahead ahead{k, v, lines + h * share};
+      const Rows head_keys{places, k + h * C, C}, head_values{places, v + h * C, C};
+      if (head_keys.are_whole()) {
+        pack_keys<true>(head_keys, depth, ahead, keys);
+        pack_values<true>(head_values, depth, values);
+      } else {
+        pack_keys<false>(head_keys, depth, ahead, keys);
+        pack_values<false>(head_values, depth, values);
+      }
       add(start, jpaged::start(scratch.q) + h * num * depth, keys, values, rows + h * num * stride);
     }
   }
