@@ -209,7 +209,8 @@ def _run(
         state = _fork_rows(state, inputs, is_fork)
         caught_up |= is_fork
     last_token = jnp.maximum(batch.query_start_loc[1:] - 1, 0)[inputs.parent]
-    logits = forward.logits(params, hidden[last_token])
+    # Zeros for rows that draw nothing: products in C++ skip them at the end.
+    logits = forward.logits(params, jnp.where(caught_up[:, None], hidden[last_token], 0))
     is_good = is_good[inputs.parent] & ~(caught_up & jnp.any(jnp.isnan(logits), axis=-1))
     state, output = _draw(state, row_ids, granted, logits, caught_up, is_good, sampler)
     return state, replace(output, prompt=scores)

@@ -46,7 +46,8 @@ def make_forward(
         model = bind(config, params, fused=True, row_invariant=deterministic)
         attend = paged_attend(batch, deterministic=deterministic, implementation=implementation)
         lengths = jnp.maximum(batch.prompt_lens[batch.token_rows], batch.positions + 1)
-        out, new_kv = model.model(batch.token_ids, batch.positions, lengths, kv, attend)
+        is_token = batch.slot_mapping != 0
+        out, new_kv = model.model(batch.token_ids, batch.positions, lengths, kv, attend, is_token)
         return out, cast(KVCache, new_kv)
 
     def logits(params: Params, hidden: Float[Array, "B D"]) -> Float[Array, "B V"]:

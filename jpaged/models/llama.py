@@ -21,7 +21,7 @@ from jpaged.ops.norm import RMSNorm
 from jpaged.ops.rope import Angles, rope_angles
 from jpaged.ops.rows import NormedRows, Rows, made
 from jpaged.rope_config import RopeConfig
-from jpaged.typing import Array, Float, Int
+from jpaged.typing import Array, Bool, Float, Int
 
 
 class Linear(nnx.Module):
@@ -217,9 +217,16 @@ class Decoder(nnx.Module):
         lengths: Int[Array, " T"],
         kv: tuple[LayerKV | None, ...],
         attend: AttendFn,
+        is_token: Bool[Array, " T"] | None = None,
     ) -> tuple[Float[Array, "T D"], tuple[LayerKV | None, ...]]:
-        """Runs T tokens; `lengths` as in `rope_angles`, one `kv` a layer."""
+        """Runs T tokens; `lengths` as in `rope_angles`, one `kv` a layer.
+
+        is_token: what is none begins as zeros, and biases apart stays so: products in C++ skip
+            zeros at the end.
+        """
         hidden = self.embed_tokens(token_ids, self.norm.weight[...].dtype)
+        if is_token is not None:
+            hidden = jnp.where(is_token[:, None], hidden, 0)
         if self.config.embedding_scale is not None:
             hidden = hidden * jnp.asarray(self.config.embedding_scale, hidden.dtype)
         angles = self._angles(positions, lengths)

@@ -12,7 +12,8 @@
 //   one. A step's sum is exact; scaled, it is added up in float32.
 //
 // A row's bits depend on nothing but the row and the weight: each of its sums is one chain over the
-// steps, whatever rows are beside it.
+// steps, whatever rows are beside it. Rows of zeros at the end, as the padding of a step is, are not
+// multiplied: their products are zeros, also with weights that are not finite.
 
 #include "integer_tiles.h"
 #include "pair_products.h"
@@ -50,9 +51,37 @@ Form choose_form([[maybe_unused]] const Product& p) {
   return {vectors::reserve, vectors::make_ready, vectors::multiply_panels};
 }
 
-void run(const Product& p, int64_t num_threads, const Schedule& schedule) {
+// Rows up to the last that is not zeros. Those behind it give zeros.
+int64_t num_live(const Product& p) {
+  if (p.making != Making::nothing && p.eps <= 0) return p.T;
+  int64_t num = p.T;
+  with_type(p.x_dtype, [&](auto* type) {
+    const auto* x = static_cast<decltype(type)>(const_cast<void*>(p.x));
+    const auto is_zero = [](auto number) { return widen(number) == 0; };
+    while (num > 0 && std::all_of(x + (num - 1) * p.D, x + num * p.D, is_zero)) --num;
+  });
+  return num;
+}
+
+// The results of rows of zeros, from `begin` on.
+void put_zeros(const Product& p, int64_t begin) {
+  with_type(p.out_dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    T* to = static_cast<T*>(p.out) + begin * p.F;
+    const int64_t num = (p.T - begin) * p.F;
+    if (p.residual == nullptr)
+      std::fill_n(to, num, T{});
+    else
+      std::copy_n(static_cast<const T*>(p.residual) + begin * p.F, num, to);
+  });
+}
+
+void run(const Product& all, int64_t num_threads, const Schedule& schedule) {
   thread_local Rows own;
   Rows& rows = own;  // this thread's, also where others work on them
+  Product p = all;
+  p.T = num_live(all);
+  put_zeros(all, p.T);
   const Form form = choose_form(p);
   form.reserve(p, rows);
   if (p.T * p.D * p.F < MIN_SHARED) num_threads = 1;
