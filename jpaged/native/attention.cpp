@@ -90,14 +90,14 @@ void attend_in_pairs(const Call& call, const Item& item) {
 #if HAS_TILES
   if (tiles::is_allowed()) {
     tiles::Shapes shapes;
-    return attend_all([&](int64_t start, const auto* q, const auto* keys, const auto* values,
-                          float* rows) {
-      tiles::add_tile(call, item, start, q, keys, values, scratch, rows, shapes);
+    return attend_all([&](const pairs::Tile& tile, const uint16_t* q, float* rows) {
+      tiles::add_tile(call, item, tile, q, scratch, rows, shapes);
     });
   }
 #endif
-  attend_all([&](int64_t start, const auto* q, const auto* keys, const auto* values, float* rows) {
-    pairs::add_tile(call, item, start, q, keys, values, scratch, rows);
+  const auto add = item.num * call.group() > pairs::FEW_ROWS ? pairs::add_tile : pairs::add_tile_to_few;
+  attend_all([&](const pairs::Tile& tile, const uint16_t* q, float* rows) {
+    add(call, item, tile, q, scratch, rows);
   });
 }
 #endif
@@ -130,8 +130,11 @@ void run_typed(const Call& call, int64_t num_threads, const Schedule& schedule) 
   WorkList list = make_work_list(call, num_threads);
   const auto num = static_cast<int64_t>(list.items.size());
   const int64_t run = std::clamp<int64_t>(num / (8 * num_threads), 1, MAX_RUN);
-  for (int64_t i = 0; i + 1 < num; ++i)
-    if ((i + 1) % run != 0) list.items[i].next = &list.items[i + 1];
+  for (int64_t i = 0; i < num; ++i) {
+    // Threads take runs by turns, mostly: behind a run comes that after the others'.
+    const int64_t next = (i + 1) % run == 0 ? i + 1 + (num_threads - 1) * run : i + 1;
+    if (next < num) list.items[i].next = &list.items[next];
+  }
   share_out((num + run - 1) / run, num_threads, schedule, [&](int64_t i) {
     for (int64_t j = i * run; j < std::min(num, (i + 1) * run); ++j)
       attend<Q, KV>(call, list.items[j]);

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "attention.h"
-#include "pairs.h"
+#include "pair_panels.h"
 #include "softmax_groups.h"
 
 #if HAS_PAIRS
@@ -28,29 +28,6 @@ struct Scratch {  // a thread's own memory
 
 inline int64_t depth_of(const Call& call) { return (call.C + DEPTH - 1) / DEPTH * DEPTH; }
 
-// DEPTH numbers of a row, from the c-th; zeros behind its end.
-inline __m512i load_row(const uint16_t* row, int64_t c, int64_t C) {
-  const int64_t left = C - c;
-  const __mmask32 mask = left >= DEPTH ? 0xffffffffu : (1u << left) - 1;
-  return _mm512_maskz_loadu_epi16(mask, row + c);
-}
-
-// A tile's rows in a pool.
-struct Rows {
-  const Places& places;
-  const uint16_t* pool;
-  int64_t C;
-
-  // Whether all of the tile's vectors can be read as they stand.
-  bool are_whole() const { return places.begin == 0 && places.end == TILE && C % DEPTH == 0; }
-  // DEPTH numbers of a row, from the c-th; zeros behind its end, and where it is not live.
-  template <bool is_whole>
-  __m512i load(int key, int64_t c) const {
-    if (is_whole) return _mm512_loadu_si512(pool + places.at[key] + c);
-    return places.has(key) ? load_row(pool + places.at[key], c, C) : _mm512_setzero_si512();
-  }
-};
-
 inline void pack_queries(const Call& call, const Item& item, Scratch& scratch) {
   const int64_t depth = depth_of(call);
   uint16_t* to = room(scratch.q, call.num_rows(item) * depth);
@@ -59,81 +36,6 @@ inline void pack_queries(const Call& call, const Item& item, Scratch& scratch) {
     for (int64_t c = 0; c < depth; c += DEPTH)
       _mm512_store_si512(to + r * depth + c, load_row(from, c, call.C));
   });
-}
-
-// Transposes 16 vectors of 16 words, and stores them.
-inline void store_transposed(__m512i (&a)[SIDE], uint32_t* to, int64_t stride) {
-  const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
-#pragma GCC unroll 4
-  for (int step = 0; step < 4; ++step) {  // a perfect shuffle of the rows
-    __m512i b[SIDE];
-#pragma GCC unroll 8
-    for (int i = 0; i < SIDE / 2; ++i) {
-      b[2 * i] = _mm512_permutex2var_epi32(a[i], low, a[i + SIDE / 2]);
-      b[2 * i + 1] = _mm512_permutex2var_epi32(a[i], high, a[i + SIDE / 2]);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < SIDE; ++i) a[i] = b[i];
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < SIDE; ++i) _mm512_store_si512(to + i * stride, a[i]);
-}
-
-// What is asked for while a tile is packed: the next tile, line by line as it lies in memory, keys and
-// values in turns. A head has its share of the lines.
-struct Ahead {
-  const uint16_t *k, *v;  // the pools
-  const int64_t* lines;   // where in the pools they begin
-
-  void ask(int64_t i) const {
-    _mm_prefetch(k + lines[i], _MM_HINT_T1);
-    _mm_prefetch(v + lines[i], _MM_HINT_T1);
-  }
-};
-
-// The lines of a tile's tokens of `width` numbers, and pads until there are `num`.
-inline void list_lines(const Places& places, int64_t width, int64_t num, int64_t* to) {
-  const int64_t* end = to + num;
-  for (int key = 0; key < TILE; ++key)
-    for (int64_t c = 0; c < width; c += DEPTH) *to++ = places.at[key] + c;
-  while (to < end) *to++ = 0;
-}
-
-// The keys of a tile as pairs; those not live are zeros.
-template <bool is_whole>
-inline void pack_keys(const Rows& from, int64_t depth, const Ahead& ahead, uint32_t* to) {
-  for (int first = 0; first < TILE; first += SIDE)
-    for (int64_t c = 0; c < depth; c += DEPTH) {
-      __m512i rows[SIDE];
-#pragma GCC unroll 16
-      for (int i = 0; i < SIDE; ++i) {
-        const int key = first + i;
-        ahead.ask((first * depth + c * SIDE) / DEPTH + i);
-        rows[i] = from.load<is_whole>(key, c);
-      }
-      store_transposed(rows, to + c / 2 * TILE + first, TILE);
-    }
-}
-
-// The values of a tile as pairs; those not live are zeros.
-template <bool is_whole>
-inline void pack_values(const Rows& from, int64_t depth, uint32_t* to) {
-  __m512i low = _mm512_setzero_si512(), high = low;
-  alignas(64) uint16_t places_low[DEPTH], places_high[DEPTH];
-  for (int i = 0; i < SIDE; ++i)
-    for (int pair = 0; pair < 2; ++pair) {
-      places_low[2 * i + pair] = static_cast<uint16_t>(i + pair * DEPTH);
-      places_high[2 * i + pair] = static_cast<uint16_t>(i + SIDE + pair * DEPTH);
-    }
-  low = _mm512_load_si512(places_low), high = _mm512_load_si512(places_high);
-  for (int key = 0; key < TILE; key += 2, to += depth)
-    for (int64_t c = 0; c < depth; c += DEPTH) {
-      __m512i rows[2];
-      for (int i = 0; i < 2; ++i) rows[i] = from.load<is_whole>(key + i, c);
-      _mm512_store_si512(to + c, _mm512_permutex2var_epi16(rows[0], low, rows[1]));
-      _mm512_store_si512(to + c + SIDE, _mm512_permutex2var_epi16(rows[0], high, rows[1]));
-    }
 }
 
 // The keys of the tile at `start` that a group's rows see, from the item's row `first`; whether each
@@ -162,35 +64,81 @@ inline void weigh(const Call& call, const Item& item, int64_t start, int64_t fir
     weigh_group<false>(call.rule, scores, visible, num, rows, padded, weights, meanwhile);
 }
 
+// A tile of keys and values of one KV head, and the thread's room for them as pairs.
+struct Tile {
+  int64_t start;
+  Rows keys, values;
+  uint32_t *paired_keys, *paired_values;
+
+  template <bool is_whole>
+  void pack(int64_t depth) const {
+    pack_keys<is_whole>(keys, depth, paired_keys);
+    pack_values<is_whole>(values, depth, paired_values);
+  }
+  void pack(int64_t depth) const { keys.are_whole() ? pack<true>(depth) : pack<false>(depth); }
+};
+
 inline const uint16_t* halves(const uint32_t* pairs) {
   return reinterpret_cast<const uint16_t*>(pairs);
 }
 
-// The softmax of the rows of one KV head takes a tile, packed.
-inline void add_tile(const Call& call, const Item& item, int64_t start, const uint16_t* q,
-                     const uint32_t* keys, const uint32_t* values, Scratch& scratch, float* rows) {
+// The softmax of the rows of one KV head takes a tile.
+inline void add_tile(const Call& call, const Item& item, const Tile& tile, const uint16_t* q,
+                     Scratch& scratch, float* rows) {
   const int64_t padded = call.padded(), depth = depth_of(call), stride = Row::size(padded);
   const int64_t num_rows = item.num * call.group();
   uint16_t* weights = room(scratch.weights, SIDE * TILE);
   float* scores = room(scratch.scores, SIDE * TILE);
+  tile.pack(depth);
   // Queries before the tile see nothing of it.
-  const int64_t num_blind = std::max<int64_t>(start - item.position, 0) * call.group();
+  const int64_t num_blind = std::max<int64_t>(tile.start - item.position, 0) * call.group();
   for (int64_t first = num_blind / SIDE * SIDE; first < num_rows; first += SIDE) {
     const int num = static_cast<int>(std::min<int64_t>(SIDE, num_rows - first));
     float* group = rows + first * stride;
-    multiply_rows<TILE / SIDE, false>(num, q + first * depth, depth, halves(keys), 2 * TILE,
-                                      depth / 2, scores, TILE);
+    multiply_rows<TILE / SIDE, false>(num, q + first * depth, depth, halves(tile.paired_keys),
+                                      2 * TILE, depth / 2, scores, TILE);
     call.rule.cap(scores, num * TILE);
-    weigh(call, item, start, first, num, scores, group, weights, [](int) {});
+    weigh(call, item, tile.start, first, num, scores, group, weights, [](int) {});
     for (int64_t c = 0; c < padded; c += UNROLL * SIDE)
       with_constant<UNROLL>((padded - c) / SIDE, [&](auto U) {
-        multiply_rows<U(), true>(num, weights, TILE, halves(values + c), 2 * depth, TILE / 2,
-                                 Row{group}.value() + c, stride);
+        multiply_rows<U(), true>(num, weights, TILE, halves(tile.paired_values + c), 2 * depth,
+                                 TILE / 2, Row{group}.value() + c, stride);
       });
   }
 }
 
-// As `vectors::attend_segment`, after `pack_queries`. add: `add_tile`, or who takes its place.
+constexpr int FEW_ROWS = 4;  // up to which rows take keys and values as they are turned
+
+// The same for R rows, a decoding row's, with the same sums.
+template <int R, bool is_whole>
+NOINLINE void add_tile_to(const Call& call, const Item& item, const Tile& tile, const uint16_t* q,
+                          Scratch& scratch, float* rows) {
+  const int64_t padded = call.padded(), depth = depth_of(call), stride = Row::size(padded);
+  uint16_t* weights = room(scratch.weights, SIDE * TILE);
+  float* scores = room(scratch.scores, SIDE * TILE);
+  const int begin = tile.keys.places.begin, end = tile.keys.places.end;  // others' weights are zero
+  for (int first = begin / SIDE * SIDE; first < end; first += SIDE)
+    score_turned<R, is_whole>(tile.keys, first, depth, q, scores);
+  call.rule.cap(scores, R * TILE);
+  weigh(call, item, tile.start, 0, R, scores, rows, weights, [](int) {});
+  for (int64_t c = 0; c < padded; c += UNROLL * SIDE)
+    with_constant<UNROLL>((padded - c) / SIDE, [&](auto U) {
+      add_turned<R, U(), is_whole>(tile.values, begin / 2 * 2, end, c, depth, weights,
+                                   Row{rows}.value() + c, stride);
+    });
+}
+
+inline void add_tile_to_few(const Call& call, const Item& item, const Tile& tile, const uint16_t* q,
+                            Scratch& scratch, float* rows) {
+  with_constant<FEW_ROWS>(item.num * call.group(), [&](auto R) {
+    if (tile.keys.are_whole())
+      add_tile_to<R(), true>(call, item, tile, q, scratch, rows);
+    else
+      add_tile_to<R(), false>(call, item, tile, q, scratch, rows);
+  });
+}
+
+// As `vectors::attend_segment`, after `pack_queries`. add: has the rows of a KV head take a tile.
 template <class F>
 inline void attend_segment(const Call& call, const Item& item, int64_t segment, Scratch& scratch,
                            float* rows, F add) {
@@ -208,16 +156,10 @@ inline void attend_segment(const Call& call, const Item& item, int64_t segment, 
     const Places places = locate(call, item, start);
     list_lines(locate_next(call, item, start), item.num_heads * C, item.num_heads * share, lines);
     for (int64_t h = 0; h < item.num_heads; ++h) {
-      const Ahead ahead{k, v, lines + h * share};
-      const Rows head_keys{places, k + h * C, C}, head_values{places, v + h * C, C};
-      if (head_keys.are_whole()) {
-        pack_keys<true>(head_keys, depth, ahead, keys);
-        pack_values<true>(head_values, depth, values);
-      } else {
-        pack_keys<false>(head_keys, depth, ahead, keys);
-        pack_values<false>(head_values, depth, values);
-      }
-      add(start, jpaged::start(scratch.q) + h * num * depth, keys, values, rows + h * num * stride);
+      const int64_t* own = lines + h * share;
+      const Tile tile{start, {places, k + h * C, C, {k, own}}, {places, v + h * C, C, {v, own}},
+                      keys, values};
+      add(tile, jpaged::start(scratch.q) + h * num * depth, rows + h * num * stride);
     }
   }
 }

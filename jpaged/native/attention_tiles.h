@@ -72,11 +72,11 @@ inline void add_values(const Group& group, const uint32_t* values, int64_t depth
   _tile_dpbf16ps(3, 5, 7);
 }
 
-// The softmax of the rows of one KV head takes a tile, packed. While a group is weighed, the tiles make
+// The softmax of the rows of one KV head takes a tile. While a group is weighed, the tiles make
 // the next one's scores and the last one's sums.
-inline void add_tile(const Call& call, const Item& item, int64_t start, const uint16_t* q,
-                     const uint32_t* keys, const uint32_t* values, pairs::Scratch& scratch,
-                     float* rows, Shapes& shapes) {
+inline void add_tile(const Call& call, const Item& item, const pairs::Tile& tile, const uint16_t* q,
+                     pairs::Scratch& scratch, float* rows, Shapes& shapes) {
+  const uint32_t *keys = tile.paired_keys, *values = tile.paired_values;
   const int64_t padded = call.padded(), depth = pairs::depth_of(call), stride = Row::size(padded);
   const int64_t num = item.num * call.group();
   uint16_t* weights = room(scratch.weights, 2 * SIDE * TILE);
@@ -87,7 +87,7 @@ inline void add_tile(const Call& call, const Item& item, int64_t start, const ui
                  static_cast<int>(std::min<int64_t>(SIDE, num - first))};
   };
   const auto weigh = [&](const Group& group, int64_t first, auto meanwhile) {
-    pairs::weigh(call, item, start, first, group.num, group.scores, group.rows, group.weights,
+    pairs::weigh(call, item, tile.start, first, group.num, group.scores, group.rows, group.weights,
                  meanwhile);
   };
   const auto score_all = [&](const Group& group) {
@@ -99,8 +99,9 @@ inline void add_tile(const Call& call, const Item& item, int64_t start, const ui
     for (int step = 0; step < value_steps(padded); ++step)
       add_values(group, values, depth, padded, step);
   };
+  tile.pack(depth);
   // Queries before the tile see nothing of it.
-  const int64_t num_blind = std::max<int64_t>(start - item.position, 0) * call.group();
+  const int64_t num_blind = std::max<int64_t>(tile.start - item.position, 0) * call.group();
   const int64_t begin = num_blind / SIDE * SIDE, full = num / SIDE * SIDE;
   finish_stores();
   if (begin < full) score_all(group_at(begin));
