@@ -2,12 +2,12 @@
 //
 // A weight stands in panels of PANEL outputs, each one stream of memory, cut into steps of DEPTH
 // inputs; `jpaged.ops.packed` says what stands where. A task multiplies some rows with one panel.
-// Where the processor has tiles (AMX), products run on its bfloat16 and int8 units, elsewhere as
-// float32 vectors:
+// Where the processor multiplies bfloat16 (AMX, AVX512-BF16) and bytes (AMX, AVX512-VNNI), products run on
+// these units, elsewhere as float32 vectors:
 //
 // - bfloat16 rows and weights are multiplied as they are, and summed in float32.
-// - float32 rows and weights are cut into three bfloat16 each, which hold all of their 24 bits. Of
-//   the nine products the six largest count: what is left out is below 2^-22 of a product.
+// - float32 rows and weights, with AMX, are cut into three bfloat16 each, which hold all of their 24
+//   bits. Of the nine products the six largest count: what is left out is below 2^-22 of a product.
 // - Rows for int8 and int4 weights become 15-bit integers with a scale for each step; two int8 hold
 //   one. A step's sum is exact; scaled, it is added up in float32.
 //
@@ -16,6 +16,7 @@
 // multiplied: their products are zeros, also with weights that are not finite.
 
 #include "integer_tiles.h"
+#include "integer_vectors.h"
 #include "pair_products.h"
 #include "product.h"
 #include "share_out.h"
@@ -38,15 +39,19 @@ struct Form {
 };
 
 Form choose_form([[maybe_unused]] const Product& p) {
+  [[maybe_unused]] const bool is_quantized = p.kind == Kind::i8 || p.kind == Kind::i4;
   [[maybe_unused]] const bool is_bf16 = p.kind == Kind::bf16 && p.x_dtype == DType::bf16;
 #if HAS_TILES
   if (tiles::is_allowed() && (is_bf16 || p.kind == Kind::f32))
     return {planes::reserve, planes::make_ready, tiles::multiply_panels};
-  if (tiles::is_allowed() && (p.kind == Kind::i8 || p.kind == Kind::i4))
-    return {tiles::reserve_integers, tiles::make_integers, tiles::multiply_panels_of_integers};
+  if (tiles::is_allowed() && is_quantized)
+    return {integers::reserve, integers::make_ready, tiles::multiply_panels_of_integers};
 #endif
 #if HAS_PAIRS
   if (is_bf16) return {planes::reserve, planes::make_ready, pairs::multiply_panels};
+#endif
+#if HAS_BYTES
+  if (is_quantized) return {integers::reserve, integers::make_ready, integers::multiply_panels};
 #endif
   return {vectors::reserve, vectors::make_ready, vectors::multiply_panels};
 }

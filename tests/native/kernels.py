@@ -7,6 +7,13 @@ import pytest
 from jpaged.errors import NativeUnavailableError
 from jpaged.native import build, library
 
+# Compiler flags of the forms of a kernel that this processor can run. Where it has tiles, what
+# processors without them would use is a form of its own.
+FORMS = {
+    "as the processor can": (),
+    **({"without tiles": ("-DJPAGED_NO_TILES",)} if "amx_tile" in build._processor() else {}),
+    "vectors": ("-DJPAGED_NO_TILES", "-DJPAGED_NO_PAIRS"),
+}
 FOLDER = Path(__file__).resolve().parent.parent.parent / ".cache" / "jax" / "native"
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from jpaged.errors import NativeUnavailableError
 from jpaged.native import build
+from tests.native.kernels import FORMS
 
 HERE = Path(__file__).parent
 FOLDER = Path(build.__file__).parent
@@ -36,11 +37,11 @@ def run_harness(made: Path, num_calls: int, seed: int) -> subprocess.CompletedPr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["as the processor can", "vectors"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kernel", ["attention", "block_copy", "kv_write", "matmul"])
 @pytest.mark.parametrize("kind", SANITIZERS)
 def test_random_calls(kind: str, kernel: str, form: str, tmp_path: Path):
-    flags = [*SANITIZERS[kind], *(["-DJPAGED_NO_TILES"] if form == "vectors" else [])]
+    flags = [*SANITIZERS[kind], *FORMS[form]]
     compile_harness(HERE / f"fuzz_{kernel}.cpp", tmp_path / "fuzz", flags)
     for seed in range(3):
         done = run_harness(tmp_path / "fuzz", 40, seed)
@@ -68,8 +69,8 @@ def test_random_calls(kind: str, kernel: str, form: str, tmp_path: Path):
     ],
 )
 def test_the_harness_sees_what_is_wrong(kernel: str, was: str, becomes: str, tmp_path: Path):
-    """The control: the same calls with a bug in the kernel, in the form without tiles, which tile
-    registers would hide from the sanitizer."""
+    """The control: the same calls with a bug in the kernel, as vectors: tile registers would hide
+    it from the sanitizer."""
     num_found = 0
     for source in (*FOLDER.glob("*.h"), *FOLDER.glob("*.cpp")):
         text = source.read_text()
@@ -78,6 +79,6 @@ def test_the_harness_sees_what_is_wrong(kernel: str, was: str, becomes: str, tmp
     assert num_found == 1
     for name in ("fuzz.h", f"fuzz_{kernel}.cpp"):
         (tmp_path / name).write_text((HERE / name).read_text())
-    flags = [*SANITIZERS["memory"], "-DJPAGED_NO_TILES"]
+    flags = [*SANITIZERS["memory"], *FORMS["vectors"]]
     compile_harness(tmp_path / f"fuzz_{kernel}.cpp", tmp_path / "fuzz", flags)
     assert run_harness(tmp_path / "fuzz", 40, 0).returncode != 0

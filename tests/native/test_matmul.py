@@ -15,7 +15,7 @@ from jpaged.ops.linear import add_linear, gated_linear, linear
 from jpaged.ops.norm import RMSNorm
 from jpaged.ops.packed import PackedWeight, pack
 from jpaged.ops.rows import NormedRows, made
-from tests.native.kernels import FOLDER, load_or_skip
+from tests.native.kernels import FOLDER, FORMS, load_or_skip
 
 FLOATS = ("float32", "float16", "bfloat16")
 KINDS = (*FLOATS, "int8", "int4")
@@ -24,13 +24,13 @@ SIZES = [(1, 576, 96), (2, 64, 33), (15, 31, 31), (16, 32, 32), (17, 33, 1), (33
 SIZES += [(70, 100, 40), (290, 48, 64)]
 
 
-@pytest.fixture(scope="module", params=["as the processor can", "vectors"])
+@pytest.fixture(scope="module", params=FORMS)
 def kernels(request, tmp_path_factory):
-    """The kernels as users have them, and compiled for processors without tiles."""
+    """The kernels as users have them, and compiled for processors that can do less."""
     load_or_skip()
     own = pytest.MonkeyPatch()
-    if request.param == "vectors":
-        own.setattr(build, "FLAGS", (*build.FLAGS, "-DJPAGED_NO_TILES"))
+    if flags := FORMS[request.param]:
+        own.setattr(build, "FLAGS", (*build.FLAGS, *flags))
         source = Path(build.__file__).with_name("matmul.cpp")
         made = build.build_all([source], FOLDER)[0]
         handler = library._handler(made, "jpaged_matmul")
@@ -228,6 +228,38 @@ def test_a_rounded_product_is_added_to_a_residual(kernels, dtype, num_out):
     weight = pack(make_weight(rng, 40, num_out, dtype))
     got = add_linear(weight, x, dtype, residual)
     np.testing.assert_array_equal(got, residual + add_linear(weight, x, dtype))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_live", [0, 1, 33, 40])
+def test_rows_of_zeros_at_the_end_are_zeros(kernels, kind, num_live):
+    """They are skipped; what is before them has the same bits, what is added is all there is."""
+    rng = np.random.default_rng(12)
+    dtype = kind if kind in FLOATS else "bfloat16"
+    weight = pack(make_weight(rng, 50, 64, kind))
+    x = jnp.asarray(rng.normal(size=(40, 50)), dtype).at[num_live:].set(-0.0)
+    x = x.at[3].set(0)  # between others
+    residual = jnp.asarray(rng.normal(size=(40, 64)), dtype)
+    norm = RMSNorm(jnp.asarray(rng.normal(size=50), dtype), 1e-5, is_offset=False)
+    for rows in (x, NormedRows(x, norm)):
+        live = replace(rows, x=x[:num_live]) if isinstance(rows, NormedRows) else x[:num_live]
+        added = np.asarray(add_linear(weight, rows, dtype, residual))
+        gated = np.asarray(gated_linear(weight, rows, dtype, "silu"))
+        np.testing.assert_array_equal(added[num_live:], residual[num_live:])
+        np.testing.assert_array_equal(gated[num_live:], np.zeros_like(gated[num_live:]))
+        if num_live:
+            want = add_linear(weight, live, dtype, residual[:num_live])
+            np.testing.assert_array_equal(added[:num_live], want)
+            want = gated_linear(weight, live, dtype, "silu")
+            np.testing.assert_array_equal(gated[:num_live], want)
+
+
+def test_a_norm_without_eps_keeps_its_nan(kernels):
+    """Zeros over zeros are no zeros."""
+    norm = RMSNorm(jnp.ones(32), 0.0, is_offset=False)
+    rows = NormedRows(jnp.zeros((2, 32)).at[0].set(1), norm)
+    got = np.asarray(add_linear(pack(jnp.ones((32, 32))), rows, "float32"))
+    assert np.isfinite(got[0]).all() and np.isnan(got[1]).all()
 
 
 def test_large_results_are_all_there(kernels):
