@@ -15,7 +15,7 @@ from jpaged.models.prepare import param_bytes, prepare
 from jpaged.models.registry import MODELS, abstract_model, abstract_params, canonical_paths
 from tests.models import hf_models
 from tests.models.hf_models import CASES
-from tests.models.paged import empty_cache, run_paged
+from tests.models.paged import empty_cache, make_batch, run_paged
 
 PROMPT_LENS = (19, 6)
 
@@ -44,6 +44,18 @@ def test_paged_equals_dense(name: str):
         padded = np.pad(token_ids, (0, len(sequences[0]) - len(token_ids)))
         want = dense(serving, padded)[: len(token_ids)]
         np.testing.assert_allclose(logits, want, rtol=0, atol=1e-4 * float(jnp.abs(want).max()))
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2_window", "gemma2", "gemma3"])
+def test_padding_stays_zero(name: str):
+    """As products in C++ want it, which skip it then."""
+    config, _, serving = make_model(name)
+    sequences, num_new = random_sequences(config), (3, 2)
+    batch = make_batch(*(sequences, (0, 0), num_new, PROMPT_LENS), num_tokens=16, num_decode_rows=0)
+    cache = empty_cache(config, len(sequences))
+    hidden, _ = jax.jit(make_forward(config).hidden)(serving, batch, cache)
+    assert np.asarray(hidden[: sum(num_new)] != 0).any(axis=-1).all()
+    np.testing.assert_array_equal(hidden[sum(num_new) :], np.zeros_like(hidden[sum(num_new) :]))
 
 
 def test_dynamic_rope_follows_the_longer_of_prompt_and_position():
