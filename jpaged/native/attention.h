@@ -93,7 +93,9 @@ inline Places locate(const Call& call, const Item& item, int64_t start) {
 // where the processor does not guess the next, and waits if it is told late: who reads a tile asks,
 // row by row, for as much of this one.
 inline Places locate_next(const Call& call, const Item& item, int64_t start) {
-  if (start + TILE < live(call, item).second) return locate(call, item, start + TILE);
+  // Behind shared segments the table may have no more entries.
+  const int64_t end = std::min(live(call, item).second, item.end * SEGMENT);
+  if (start + TILE < end) return locate(call, item, start + TILE);
   if (item.next == nullptr) return {};
   return locate(call, *item.next, first_tile(call, *item.next, item.next->begin));
 }
