@@ -40,7 +40,8 @@ NOINLINE void finish(const Call& call, Row row, int64_t place) {
   }
   const float share = total > 0 ? decay / total : 0;
   Q* out = static_cast<Q*>(call.out) + place;
-  for (int64_t c = 0; c < call.C; ++c) narrow(row.value()[c] * share, out + c);
+  // A sum that underflows is 0 or -0, which keys without a weight may turn into 0: all are 0.
+  for (int64_t c = 0; c < call.C; ++c) narrow((row.value()[c] + 0.0f) * share, out + c);
 }
 
 template <class Q>

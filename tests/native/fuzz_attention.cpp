@@ -65,6 +65,8 @@ static void fuzz_call(DType q_dtype, DType kv_dtype) {
   const int64_t N = call.B * call.M + 1, size = N * call.S * call.K * call.C;
 
   std::normal_distribution<float> normal;
+  const float k_size = pick<float>({0.01f, 1.0f, 30.0f});
+  const float v_size = pick<float>({1.0f, 1.0f, 1e-36f, 1e-38f});  // the least, whose sums underflow
   std::vector<KV> k(size), v(size);
   for (auto* pool : {&k, &v})
     for (auto& x : *pool) jpaged::narrow(std::numeric_limits<float>::quiet_NaN(), &x);
@@ -83,8 +85,10 @@ static void fuzz_call(DType q_dtype, DType kv_dtype) {
       if (call.window > 0 && p <= context_lens[b] - num_new - call.window) continue;
       table[entry] = blocks[entry];
       const int64_t at = (table[entry] * call.S + p % call.S) * call.K * call.C;
-      for (auto* pool : {&k, &v})
-        for (int64_t i = 0; i < call.K * call.C; ++i) jpaged::narrow(normal(rng), &(*pool)[at + i]);
+      for (int64_t i = at; i < at + call.K * call.C; ++i) {
+        jpaged::narrow(k_size * normal(rng), &k[i]);
+        jpaged::narrow(v_size * normal(rng), &v[i]);
+      }
     }
   std::vector<Q> q(call.T * call.H * call.C), out(q.size()), shared(q.size());
   for (auto& x : q) jpaged::narrow(normal(rng), &x);
