@@ -76,8 +76,10 @@ void put_zeros(const Product& p, int64_t begin) {
     const int64_t num = (p.T - begin) * p.F;
     if (p.residual == nullptr)
       std::fill_n(to, num, T{});
-    else
-      std::copy_n(static_cast<const T*>(p.residual) + begin * p.F, num, to);
+    else  // -0 and 0 are 0, as where they are added
+      std::transform(static_cast<const T*>(p.residual) + begin * p.F,
+                     static_cast<const T*>(p.residual) + p.T * p.F, to,
+                     [](T number) { return widen(number) == 0 ? T{} : number; });
   });
 }
 

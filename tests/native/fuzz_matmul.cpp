@@ -1,5 +1,6 @@
 // Random products with buffers of the exact size, for the sanitizers to watch: shapes, kinds of weights,
-// what rows are made of, gates, residuals. Each runs on one thread and on several: the bits must be the same.
+// what rows are made of, gates, residuals, zeros. Each runs on one thread and on several, and some of its
+// rows alone: the bits must be the same.
 
 #include "matmul.cpp"
 
@@ -26,6 +27,21 @@ static std::vector<uint8_t> draw_weight(Kind kind, int64_t size) {
 }
 
 template <class X, class Out>
+static void check_alone(const Product& p, const std::vector<Out>& out) {
+  for (int i = 0; i < 3 && p.T > 0; ++i) {
+    const int64_t t = draw(0, p.T - 1);
+    std::vector<Out> own(p.F);
+    Product alone = p;
+    alone.T = 1, alone.x = static_cast<const X*>(p.x) + t * p.D, alone.out = own.data();
+    if (p.residual != nullptr) alone.residual = static_cast<const Out*>(p.residual) + t * p.F;
+    run_alone(alone);
+    if (std::memcmp(own.data(), out.data() + t * p.F, p.F * sizeof(Out)) == 0) continue;
+    std::puts("others change a row's bits");
+    std::exit(1);
+  }
+}
+
+template <class X, class Out>
 static void fuzz_call(DType x_dtype, DType out_dtype, std::initializer_list<Kind> kinds) {
   Product p{};
   p.x_dtype = x_dtype, p.out_dtype = out_dtype, p.kind = pick(kinds), p.eps = 1e-5f;
@@ -35,9 +51,15 @@ static void fuzz_call(DType x_dtype, DType out_dtype, std::initializer_list<Kind
   if (p.F % jpaged::PANEL == 0) p.gating = static_cast<Gating>(draw(0, 2));
   const int64_t num_panels = p.num_panels() * p.num_parts();
   const int64_t groups = num_panels * p.num_steps() * jpaged::PANEL;
-  const auto x = draw_numbers<X>(p.T * p.D);
+  auto x = draw_numbers<X>(p.T * p.D);
+  if (draw(0, 1))  // rows of zeros, also at the end
+    for (int64_t t = 0; t < p.T; ++t)
+      if (draw(0, 3) == 0 || t >= p.T / 2)
+        for (int64_t d = 0; d < p.D; ++d) jpaged::narrow(draw(0, 1) ? 0.0f : -0.0f, &x[t * p.D + d]);
   const auto norm = draw_numbers<X>(p.D);
-  const auto residual = draw_numbers<Out>(p.T * p.F);
+  auto residual = draw_numbers<Out>(p.T * p.F);
+  for (auto& number : residual)
+    if (draw(0, 9) == 0) jpaged::narrow(-0.0f, &number);
   const auto weight = draw_weight(p.kind, num_panels * jpaged::PANEL * p.padded_depth());
   const auto scales = draw_numbers<_Float16>(groups), mins = draw_numbers<_Float16>(groups);
   std::vector<Out> out(p.T * p.F), shared(out.size());
@@ -49,6 +71,7 @@ static void fuzz_call(DType x_dtype, DType out_dtype, std::initializer_list<Kind
   p.out = shared.data();
   run_on_threads(p);
   check_same(out, shared);
+  check_alone<X>(p, out);
 }
 
 int main(int argc, char** argv) {
