@@ -5,7 +5,8 @@
 // stands for itself; a query's segments are merged in their order. A score is one chain of
 // multiply-adds over the head, a value one chain over the visible keys of a tile. So a query's bits
 // depend on nothing but the query and what it sees, however queries are grouped and however the
-// work is shared out.
+// work is shared out. One thing is excepted: in pairs and tiles, keys that only neighbours in a prompt
+// see are summed with weights of 0, so a value of theirs that is not finite makes NaN of the query's.
 //
 // Compile without -ffast-math: NaN must stay NaN, and sums keep their order.
 
