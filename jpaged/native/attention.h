@@ -100,11 +100,14 @@ inline Places locate_next(const Call& call, const Item& item, int64_t start) {
   return locate(call, *item.next, first_tile(call, *item.next, item.next->begin));
 }
 
-template <class KV>
-inline void ask_for(const KV* row, int64_t C) {
-  const auto bytes = static_cast<int64_t>(C * sizeof(KV));
-  for (int64_t at = 0; at < bytes; at += 64)
-    __builtin_prefetch(reinterpret_cast<const char*>(row) + at, 0, 2);
+// Where pieces of `size` numbers begin that a tile's tokens of `width` numbers have, in their order in
+// memory; the pool's first behind them, until there are `num`.
+inline void list_pieces(const Places& places, int64_t width, int64_t size, int64_t num,
+                        int64_t* to) {
+  const int64_t* end = to + num;
+  for (int key = 0; key < TILE; ++key)
+    for (int64_t c = 0; c < width; c += size) *to++ = places.at[key] + c;
+  while (to < end) *to++ = 0;
 }
 
 }  // namespace jpaged

@@ -154,7 +154,8 @@ inline void attend_segment(const Call& call, const Item& item, int64_t segment, 
   const int64_t end = std::min((segment + 1) * SEGMENT, live(call, item).second);
   for (int64_t start = first_tile(call, item, segment); start < end; start += TILE) {
     const Places places = locate(call, item, start);
-    list_lines(locate_next(call, item, start), item.num_heads * C, item.num_heads * share, lines);
+    list_pieces(locate_next(call, item, start), item.num_heads * C, DEPTH, item.num_heads * share,
+                lines);
     for (int64_t h = 0; h < item.num_heads; ++h) {
       const int64_t* own = lines + h * share;
       const Tile tile{start, {places, k + h * C, C, {k, own}}, {places, v + h * C, C, {v, own}},

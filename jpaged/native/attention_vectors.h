@@ -207,14 +207,6 @@ void add_tile(const Sight& sight, const float* weights, const V& values, float* 
     });
 }
 
-// The pieces of PANEL numbers that a tile's tokens of `width` numbers have, in their order in memory.
-inline void list_pieces(const Places& places, int64_t width, int64_t num, int64_t* to) {
-  const int64_t* end = to + num;
-  for (int key = 0; key < TILE; ++key)
-    for (int64_t c = 0; c < width; c += PANEL) *to++ = places.at[key] + c;
-  while (to < end) *to++ = 0;
-}
-
 // Where a tile's keys and values are, and those of the tile that is read next.
 struct Tile {
   Places places, next;
@@ -270,7 +262,7 @@ void attend_segment(const Call& call, const Item& item, int64_t segment, const f
   const int64_t end = std::min((segment + 1) * SEGMENT, live(call, item).second);
   for (int64_t start = first_tile(call, item, segment); start < end; start += TILE) {
     const Tile tile(call, item, start);
-    list_pieces(tile.next, item.num_heads * C, item.num_heads * share, pieces);
+    list_pieces(tile.next, item.num_heads * C, PANEL, item.num_heads * share, pieces);
     for (int64_t h = 0; h < item.num_heads; ++h) {
       float* head = rows + h * num * stride;
       const Ahead<KV> ahead{k, v, pieces + h * share};

@@ -26,14 +26,6 @@ struct Ahead {
   void ask(int64_t i) const { _mm_prefetch(pool + lines[i], _MM_HINT_T1); }
 };
 
-// The lines of a tile's tokens of `width` numbers, and pads until there are `num`.
-inline void list_lines(const Places& places, int64_t width, int64_t num, int64_t* to) {
-  const int64_t* end = to + num;
-  for (int key = 0; key < TILE; ++key)
-    for (int64_t c = 0; c < width; c += DEPTH) *to++ = places.at[key] + c;
-  while (to < end) *to++ = 0;
-}
-
 // A tile's rows in a pool.
 struct Rows {
   const Places& places;
@@ -117,13 +109,6 @@ inline void pack_values(const Rows& from, int64_t depth, uint32_t* to) {
 }
 
 // --- for a few rows, which meet keys and values as they are turned: the same sums ---
-
-// One word for all.
-inline __m512bh pair_of(const uint16_t* from) {
-  int32_t pair;
-  std::memcpy(&pair, from, sizeof pair);
-  return (__m512bh)_mm512_set1_epi32(pair);
-}
 
 // scores[r][TILE] of R rows with SIDE keys.
 template <int R, bool is_whole>

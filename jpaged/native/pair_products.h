@@ -27,7 +27,8 @@ inline void multiply_panels(const Product& p, const Rows& rows, int64_t first, i
         float* to = sums + part * SUMS;
         for (int64_t t = begin; t < end; t += BLOCK, to += block)
           multiply_rows<PANEL / SIDE, true, true>(std::min<int64_t>(BLOCK, end - t),
-                                                  x + t * depth + d, depth, weight, 2 * PANEL, num_pairs, to, PANEL);
+                                                  x + t * depth + d, depth, weight, 2 * PANEL,
+                                                  num_pairs, to, PANEL);
       }
     for (int64_t t = begin; t < end; t += BLOCK)
       put(p, t, std::min<int64_t>(BLOCK, end - t), panel, sums + (t - begin) / BLOCK * block);

@@ -25,6 +25,13 @@ constexpr int MAX_ROWS = U > 3 ? 4 : 8;
 
 constexpr int AHEAD = 4096;  // numbers, by which weights are asked for before they are read
 
+// One word for all.
+inline __m512bh pair_of(const uint16_t* from) {
+  int32_t pair;
+  std::memcpy(&pair, from, sizeof pair);
+  return (__m512bh)_mm512_set1_epi32(pair);
+}
+
 // sums[r][U vectors] get `num_pairs` of each of R rows times as many rows of pairs of y; strides are in
 // numbers. Adds: to what they are. Asks: for the y that follow.
 template <int R, int U, bool Adds, bool Asks>
@@ -41,9 +48,7 @@ NOINLINE void multiply(const uint16_t* x, int64_t x_stride, const uint16_t* y, i
       if (Asks) _mm_prefetch(y + u * DEPTH + AHEAD, _MM_HINT_T0);
     }
     UNROLLED for (int r = 0; r < R; ++r) {
-      int32_t pair;
-      std::memcpy(&pair, x + r * x_stride + 2 * i, sizeof pair);
-      const auto all = (__m512bh)_mm512_set1_epi32(pair);
+      const __m512bh all = pair_of(x + r * x_stride + 2 * i);
       UNROLLED for (int u = 0; u < U; ++u) sum[r][u] = _mm512_dpbf16_ps(sum[r][u], all, other[u]);
     }
   }
@@ -57,8 +62,8 @@ inline void multiply_rows(int64_t num, const uint16_t* x, int64_t x_stride, cons
                           int64_t y_stride, int64_t num_pairs, float* sums, int64_t stride) {
   for (int64_t r = 0; r < num; r += MAX_ROWS<U>)
     with_constant<MAX_ROWS<U>>(num - r, [&](auto R) {
-      multiply<R(), U, Adds, Asks>(x + r * x_stride, x_stride, y, y_stride, num_pairs, sums + r * stride,
-                             stride);
+      multiply<R(), U, Adds, Asks>(x + r * x_stride, x_stride, y, y_stride, num_pairs,
+                                   sums + r * stride, stride);
     });
 }
 
